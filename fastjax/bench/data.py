@@ -13,11 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fastjax.bench.results import make_table
+from fastjax.bench.tables import Row, number, print_rows
 from fastjax.data.settings import DataSource
 
 if TYPE_CHECKING:
@@ -43,35 +43,17 @@ class DataCase:
     rounds: int = 5
 
 
-class DataTiming(NamedTuple):
-    """Result of the measurement.
-
-    Attributes:
-        examples: examples in the data set.
-        tokens: tokens in its rows.
-        rows: its rows.
-        rows_over_ideal: these, over the fewest that could hold the tokens.
-        bare_seconds: the bare tokenizer's time.
-        prepare_seconds: the time of preparing.
-        ratio: the former over the latter: the speed of preparing as a part of the bare tokenizer's.
-        cached_seconds: the time until the prepared data are back from the cache.
-        examples_per_second: prepared.
-        tokens_per_second: prepared.
-    """
-
-    examples: int
-    tokens: int
-    rows: int
-    rows_over_ideal: float
-    bare_seconds: float
-    prepare_seconds: float
-    ratio: float
-    cached_seconds: float
-    examples_per_second: float
-    tokens_per_second: float
+_COLUMNS = {
+    "examples/s": number("examples_per_second", ",.0f"),
+    "tokens/s": number("tokens_per_second", ",.0f"),
+    "of the tokenizer": number("ratio", ".3f"),
+    "rows/ideal": number("rows_over_ideal", ".4f"),
+    "seconds": number("prepare_seconds", ".2f"),
+    "cached": number("cached_seconds", ".2f"),
+}
 
 
-def run(case: DataCase, output: Path | None = None, console: Console | None = None) -> DataTiming:
+def run(case: DataCase, output: Path | None = None, console: Console | None = None) -> Row:
     """Measure and print.
 
     Args:
@@ -80,33 +62,25 @@ def run(case: DataCase, output: Path | None = None, console: Console | None = No
         console: for the table; None: standard output.
 
     Returns:
-        The result.
+        Seconds of the bare tokenizer (`bare_seconds`), of preparing, and until prepared data are back from the cache;
+        the speed of preparing as a part of the bare tokenizer's (`ratio`); rows over the fewest that could hold the
+        tokens (`rows_over_ideal`); and counts.
 
     Raises:
         ConfigError: a missing tokenizer or template.
         DataError: a fault in the data.
         OSError: a file cannot be read or written.
     """
-    console = console or Console()
     with _one_core(), tempfile.TemporaryDirectory() as cache:
-        timing = _measure(case, Path(cache))
-    names = ("examples/s", "tokens/s", "of the tokenizer", "rows/ideal", "seconds", "cached")
-    table = make_table("preparing data, on one core", (), names)
-    table.add_row(
-        f"{timing.examples_per_second:,.0f}",
-        f"{timing.tokens_per_second:,.0f}",
-        f"{timing.ratio:.3f}",
-        f"{timing.rows_over_ideal:.4f}",
-        f"{timing.prepare_seconds:.2f}",
-        f"{timing.cached_seconds:.2f}",
-    )
-    console.print(table)
+        found = _measure(case, Path(cache))
+    title = "preparing data, on one core"
+    print_rows(console or Console(), title, [found], {}, _COLUMNS, reason=lambda row: None)
     if output is not None:
-        output.write_text(json.dumps({"case": dataclasses.asdict(case), "result": timing._asdict()}, indent=2))
-    return timing
+        output.write_text(json.dumps({"case": dataclasses.asdict(case), "result": found}, indent=2))
+    return found
 
 
-def _measure(case: DataCase, cache: Path) -> DataTiming:
+def _measure(case: DataCase, cache: Path) -> Row:
     from fastjax.data import Encoder, load_tokenizer, prepare
     from fastjax.data.sources import open_sources
 
@@ -115,29 +89,26 @@ def _measure(case: DataCase, cache: Path) -> DataTiming:
     def prepared(cache_dir: Path | None = None) -> "Dataset":
         return prepare(case.data, tokenizer, case.seq, chat_template=case.chat_template, cache_dir=cache_dir)
 
-    dataset = prepared(cache)
+    counts = prepared(cache).statistics
     (source,) = open_sources(case.data)
     texts = Encoder(tokenizer).texts(source.records(templated=case.chat_template is not None))
-    backend = tokenizer.backend_tokenizer
-    bare_seconds, prepare_seconds = [], []
-    for _ in range(case.rounds):
-        bare_seconds.append(_seconds(lambda: backend.encode_batch(texts, add_special_tokens=False)))
-        prepare_seconds.append(_seconds(prepared))
-    cached_seconds = min(_seconds(lambda: prepared(cache)) for _ in range(case.rounds))
-    statistics = dataset.statistics
-    best = min(prepare_seconds)
-    return DataTiming(
-        examples=statistics.examples,
-        tokens=statistics.tokens,
-        rows=statistics.rows,
-        rows_over_ideal=statistics.rows / -(-statistics.tokens // case.seq),
-        bare_seconds=min(bare_seconds),
-        prepare_seconds=best,
-        ratio=min(bare_seconds) / best,
-        cached_seconds=cached_seconds,
-        examples_per_second=statistics.examples / best,
-        tokens_per_second=statistics.tokens / best,
-    )
+    encode = tokenizer.backend_tokenizer.encode_batch
+    turns = [
+        (_seconds(lambda: encode(texts, add_special_tokens=False)), _seconds(prepared)) for _ in range(case.rounds)
+    ]
+    bare, best = map(min, zip(*turns, strict=True))
+    return {
+        "examples": counts.examples,
+        "tokens": counts.tokens,
+        "rows": counts.rows,
+        "rows_over_ideal": counts.rows / -(-counts.tokens // case.seq),
+        "bare_seconds": bare,
+        "prepare_seconds": best,
+        "ratio": bare / best,
+        "cached_seconds": min(_seconds(lambda: prepared(cache)) for _ in range(case.rounds)),
+        "examples_per_second": counts.examples / best,
+        "tokens_per_second": counts.tokens / best,
+    }
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -1,23 +1,19 @@
 """Cost of adapters in a gated block, forward and backward, over the block with frozen weights alone.
 
-Four programs a weight format run by turns: the frozen block (its gradient to the input is computed), the block with
-adapters as plain sums beside each projection, which JAX differentiates, and the models' unit, at every rank. A
-pass goes over more than a gigabyte, so caches are cold. All programs compile side by side.
+Of each weight format the frozen block (its gradient to the input is computed), the block with adapters as plain sums
+beside each projection, which JAX differentiates, and the models' unit, at every rank. A pass goes over more than a
+gigabyte, so caches are cold. TFLOP/s count the large products alone; the cost is that of the adapters.
 """
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.console import Console
-from rich.table import Table
 
-from fastjax.bench.results import make_table, save
-from fastjax.bench.timing import Program, Timing, measure
+from fastjax.bench.tables import Bench, Beside, Case, number, word
 from fastjax.lora.params import LoraLinear, LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
@@ -49,55 +45,45 @@ class LoraCase:
     rounds: int = 9
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraResult:
-    """One line of the table.
-
-    Attributes:
-        weight: format of the frozen weights.
-        adapters: "frozen", "plain" or "unit".
-        rank: of the adapters; 0: none.
-        milliseconds: median of forward and backward.
-        best: smallest.
-        worst: largest.
-        cost: of the adapters, over the frozen block; None for that.
-        teraflops_per_second: of the large products alone.
-        source: how it was timed.
-    """
-
-    weight: str
-    adapters: str
-    rank: int
-    milliseconds: float
-    best: float
-    worst: float
-    cost: float | None
-    teraflops_per_second: float
-    source: str
-
-
-def run(case: LoraCase | None = None, output: Path | None = None, console: Console | None = None) -> list[LoraResult]:
-    """Measure, show a table, write a file.
+def tables(case: LoraCase) -> Iterator[tuple[str, list[Case]]]:
+    """The one table.
 
     Args:
-        case: the settings; the defaults suit a GPU.
-        output: JSON file for the case, the device and the results; None: no file.
-        console: for the table.
-
-    Returns:
-        The lines of the table.
+        case: the settings.
     """
-    case, console = case or LoraCase(), console or Console()
-    named = {program.name: (weight, kind, rank, program) for weight, kind, rank, program in _programs(case)}
-    timings = measure([program for *_, program in named.values()], case.rounds)
-    frozen = {weight: timings[name].median for name, (weight, kind, *_) in named.items() if kind == "frozen"}
-    results = [
-        _line(case, weight, kind, rank, timings[name], frozen[weight])
-        for name, (weight, kind, rank, _) in named.items()
-    ]
-    console.print(_table(case, results))
-    save(output, results, console, case=dataclasses.asdict(case))
-    return results
+    (rows, length), (width, features) = case.tokens, case.shape
+    flops = 2 * 6 * rows * length * width * features  # three matrices, forward and to the input
+    first, second, *keys = jax.random.split(jax.random.key(0), 3 + len(case.weights))
+    x, dy = jax.random.normal(first, (2, *case.tokens, width), case.dtype)
+    cases = []
+    for weight, key in zip(case.weights, keys, strict=False):
+        upper, lower = jax.random.split(key)
+        weights = (random_weight(weight, (2 * features, width), upper), random_weight(weight, (width, features), lower))
+        for kind, rank in [("frozen", 0), *((kind, rank) for rank in case.ranks for kind in ("plain", "unit"))]:
+            graphdef, trained, frozen = build(case, weights, rank, second)
+            apply = plain if kind == "plain" else lambda block, x: block(x, None)
+            function = forward_and_backward(
+                lambda trained, frozen, x, graphdef=graphdef, apply=apply: apply(
+                    nnx.merge(graphdef, trained, frozen), x
+                )
+            )
+            labels = {"weight": weight, "adapters": kind, "rank": rank}
+            cases.append(Case(labels, function, (trained, frozen, x, dy), flops=flops))
+    yield f"gated block · {rows}×{length} tokens · {width}×{features}", cases
+
+
+BENCH = Bench(
+    LoraCase,
+    tables,
+    {"weights": word("weight"), "adapters": word("adapters"), "rank": lambda row: str(row["rank"] or "")},
+    {"cost": number("cost", "+.1%"), "TFLOP/s": number("teraflops_per_second", ".0f")},
+    beside={
+        "cost": Beside(
+            lambda row: None if row["adapters"] == "frozen" else {"weight": row["weight"], "adapters": "frozen"},
+            lambda row, frozen: row["milliseconds"] / frozen["milliseconds"] - 1,
+        )
+    },
+)
 
 
 def forward_and_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,26 +127,6 @@ def build(case: LoraCase, weights: tuple[Any, Any], rank: int, key: jax.Array) -
     return graphdef, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen)
 
 
-def _programs(case: LoraCase):
-    """(weight, adapters, rank, program) of everything that is timed."""
-    width, features = case.shape
-    first, second, *keys = jax.random.split(jax.random.key(0), 3 + len(case.weights))
-    x, dy = jax.random.normal(first, (2, *case.tokens, width), case.dtype)
-    for weight, key in zip(case.weights, keys, strict=False):
-        upper, lower = jax.random.split(key)
-        weights = (random_weight(weight, (2 * features, width), upper), random_weight(weight, (width, features), lower))
-        for kind, rank in [("frozen", 0), *((kind, rank) for rank in case.ranks for kind in ("plain", "unit"))]:
-            graphdef, trained, frozen = build(case, weights, rank, second)
-            apply = plain if kind == "plain" else lambda block, x: block(x, None)
-            function = forward_and_backward(
-                lambda trained, frozen, x, graphdef=graphdef, apply=apply: apply(
-                    nnx.merge(graphdef, trained, frozen), x
-                )
-            )
-            name = f"{weight}_{kind}_{rank}"
-            yield weight, kind, rank, Program(name, function, (trained, frozen, x, dy), 1)
-
-
 def plain(block: MLP, x: jax.Array) -> jax.Array:
     """The block with its adapters as sums beside its projections, in the dtype of x."""
 
@@ -192,40 +158,3 @@ def random_weight(kind: str, shape: tuple[int, int], key: jax.Array) -> Any:
         return NF4Weight.quantize(matrix) if kind == "nf4" else matrix.astype(kind)
 
     return draw(key)
-
-
-def _line(case: LoraCase, weight: str, kind: str, rank: int, timing: Timing, frozen: float) -> LoraResult:
-    rows, length = case.tokens
-    flops = 2 * 6 * rows * length * case.shape[0] * case.shape[1]  # three matrices, forward and to the input
-    return LoraResult(
-        weight=weight,
-        adapters=kind,
-        rank=rank,
-        milliseconds=timing.median * 1e3,
-        best=timing.best * 1e3,
-        worst=timing.worst * 1e3,
-        cost=None if kind == "frozen" else timing.median / frozen - 1,
-        teraflops_per_second=flops / timing.median / 1e12,
-        source=timing.source,
-    )
-
-
-def _table(case: LoraCase, results: list[LoraResult]) -> Table:
-    rows, length = case.tokens
-    title = (
-        f"gated block · {rows}×{length} tokens · {case.shape[0]}×{case.shape[1]} · {jax.devices()[0].device_kind} · "
-        f"jax {jax.__version__}"
-    )
-    caption = f"forward and backward, median of {case.rounds}, time by {results[-1].source}"
-    table = make_table(title, ("weights", "adapters"), ("rank", "ms", "best–worst", "cost", "TFLOP/s"), caption)
-    for line in results:
-        table.add_row(
-            line.weight,
-            line.adapters,
-            str(line.rank or ""),
-            f"{line.milliseconds:.3f}",
-            f"{line.best:.3f}–{line.worst:.3f}",
-            "" if line.cost is None else f"{line.cost:+.1%}",
-            f"{line.teraflops_per_second:.0f}",
-        )
-    return table

@@ -7,30 +7,23 @@ block, router to weighted sum, forward and backward, without attention and witho
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
-from fastjax.bench import moe_torch
+from fastjax.bench import torch_peers
 from fastjax.bench.nf4 import packed_weights
-from fastjax.bench.results import make_table, save
-from fastjax.bench.timing import Program, Timing, measure
+from fastjax.bench.tables import Bench, Case, number, word
 from fastjax.lora.experts import Arrays, Block, routed_experts
 from fastjax.lora.rank_products import Part
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
-from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx, grouped_nf4_matmul
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.shapes import BENCHMARK, BLOCK, FEW, Shape
 from pallas_kernels.moe_routing import Order, RouterSettings, combine, route, sort_by_expert
-
-Operation = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,31 +49,6 @@ class MoeCase:
     rounds: int = 9
 
 
-@dataclasses.dataclass(frozen=True)
-class MoeResult:
-    """One line of the table.
-
-    Attributes:
-        shape: of the measured part.
-        operation: its name.
-        implementation: of it, or the peer.
-        microseconds: median.
-        best: smallest.
-        worst: largest.
-        teraflops_per_second: of the large products; None for other operations.
-        source: method of timing.
-    """
-
-    shape: Shape
-    operation: str
-    implementation: str
-    microseconds: float
-    best: float
-    worst: float
-    teraflops_per_second: float | None
-    source: str
-
-
 class _Routed(NamedTuple):
     """Tokens, matrices, gradients and the order of the routed rows."""
 
@@ -91,30 +59,22 @@ class _Routed(NamedTuple):
     order: Order
 
 
-def run(case: MoeCase | None = None, output: Path | None = None, console: Console | None = None) -> list[MoeResult]:
-    """Measure, show a table a part, write a file.
+def tables(case: MoeCase) -> Iterator[tuple[str, list[Case]]]:
+    """A table for each part, of each shape that it is measured at.
 
     Args:
-        case: the settings; the defaults suit a GPU.
-        output: JSON file for the case, the device and the results; None: no file.
-        console: for the tables.
-
-    Returns:
-        The lines of the tables.
+        case: the settings.
     """
-    case, console, results = case or MoeCase(), console or Console(), []
-    measured = {
-        "products": lambda: [line for shape in case.shapes for line in _products(case, shape)],
-        "formats": lambda: [line for shape in case.shapes for line in _formats(case, shape)],
-        "few": lambda: _formats(case, case.few),
-        "block": lambda: _blocks(case),
+    parts = {
+        "products": (_products, case.shapes),
+        "formats": (_formats, case.shapes),
+        "few": (_formats, (case.few,)),
+        "block": (lambda case, shape: _blocks(case), (case.block,)),
     }
     for part in case.parts:
-        found = measured[part]()
-        console.print(_table(case, part, found))
-        results += found
-    save(output, results, console, case=dataclasses.asdict(case))
-    return results
+        make, shapes = parts[part]
+        for shape in shapes:
+            yield f"Mixtures: {part} · {case.dtype}", list(make(case, shape))
 
 
 def random_order(shape: Shape, key: jax.Array) -> Order:
@@ -142,7 +102,7 @@ def _routed(case: MoeCase, shape: Shape) -> _Routed:
     return draw()
 
 
-def _products(case: MoeCase, shape: Shape) -> list[MoeResult]:
+def _products(case: MoeCase, shape: Shape) -> Iterator[Case]:
     x, sorted_x, w, dy, order = _routed(case, shape)
     sizes, rows = order.group_sizes, order.rows
     passes: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {
@@ -152,30 +112,27 @@ def _products(case: MoeCase, shape: Shape) -> list[MoeResult]:
         "gradient in w": (DW, grouped_matmul_dw, (dy, sorted_x, sizes)),
         "gradient in w, gathered": (DW, _gathered(grouped_matmul_dw), (dy, x, sizes, rows)),
     }
-    operations: dict[tuple[str, str], Operation] = {}
     for name, (registry, function, arguments) in passes.items():
         for implementation in registry.implementations:
-            if implementation == "xla":  # a product of all rows with every expert's matrix
-                continue
-            forced = functools.partial(function, implementation=implementation)
-            try:
-                jax.eval_shape(forced, *arguments)
-            except NotImplementedError:
-                continue
-            operations[name, implementation] = (forced, arguments)
+            if implementation != "xla":  # a product of all rows with every expert's matrix
+                forced = functools.partial(function, implementation=implementation)
+                yield Case(_labels(shape, name, implementation), forced, arguments, flops=shape.flops)
     even = sorted_x[: shape.rows // shape.experts * shape.experts].reshape(shape.experts, -1, shape.into)
-    operations["even groups", "vendor"] = (lambda x, w: jnp.einsum("xmk,xnk->xmn", x, w), (even, w))
-    found = _measured(case, operations)
-    del x, sorted_x, w, dy, even
-    found |= moe_torch.products(shape, case.dtype, jax.device_get(sizes), case.rounds)
-    return [_line(shape, *names, timing, shape.flops) for names, timing in found.items()]
+    product = functools.partial(jnp.einsum, "xmk,xnk->xmn")
+    yield Case(_labels(shape, "even groups", "vendor"), product, (even, w), flops=shape.flops)
+    for name, timed in torch_peers.grouped_products(shape, case.dtype, jax.device_get(sizes)).items():
+        yield Case(_labels(shape, name, "torch"), timed, flops=shape.flops)
+
+
+def _labels(shape: Shape, operation: str, implementation: str) -> dict[str, Any]:
+    return {"shape": shape, "operation": operation, "implementation": implementation}
 
 
 def _gathered(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda first, second, sizes, rows, **options: function(first, second, sizes, rows=rows, **options)
 
 
-def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
+def _formats(case: MoeCase, shape: Shape) -> Iterator[Case]:
     """The product with experts in 16 and in 4 bits, as models compute it."""
     x, _, w, _, order = _routed(case, shape)
     [(codes, absmax)] = packed_weights((shape.experts * shape.out, shape.into), 1)
@@ -198,10 +155,10 @@ def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
     def product(weight, x, sizes, rows):
         return weight.grouped_matmul(x, sizes, rows=rows)
 
-    operations: dict[tuple[str, str], Operation] = {
-        ("16 bits", ""): (_gathered(grouped_matmul), (x, w, sizes, rows)),
-        ("NF4", ""): (product, (packed, x, sizes, rows)),
-        ("NF4, decoded first", ""): (
+    operations: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "16 bits": (_gathered(grouped_matmul), (x, w, sizes, rows)),
+        "NF4": (product, (packed, x, sizes, rows)),
+        "NF4, decoded first": (
             lambda weight, x, sizes, rows: grouped_nf4_matmul(
                 x,
                 weight.codes,
@@ -214,13 +171,13 @@ def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
             ),
             (packed, x, sizes, rows),
         ),
-        ("MXFP4", ""): (product, (micro, x, sizes, rows)),
+        "MXFP4": (product, (micro, x, sizes, rows)),
     }
-    found = _measured(case, operations)
-    return [_line(shape, *names, timing, shape.flops) for names, timing in found.items()]
+    for name, (function, arguments) in operations.items():
+        yield Case(_labels(shape, name, ""), function, arguments, flops=shape.flops)
 
 
-def _blocks(case: MoeCase) -> list[MoeResult]:
+def _blocks(case: MoeCase) -> Iterator[Case]:
     shape = case.block
     features, width = shape.out // 2, shape.into
     keys = iter(jax.random.split(jax.random.key(0), 12))
@@ -245,7 +202,7 @@ def _blocks(case: MoeCase) -> list[MoeResult]:
 
         return both
 
-    operations: dict[tuple[str, str], Operation] = {}
+    flops = 3 * shape.flops  # gate and up, and half as much for down; forward and backward in x
     for rank in case.ranks:
         parts = Part("gate_up_proj", shape.out, rank, 2.0), Part("down_proj", width, rank, 2.0)
         matrices = {
@@ -257,10 +214,8 @@ def _blocks(case: MoeCase) -> list[MoeResult]:
             if rank
         }
         block = Block(shape.experts, "silu", None, *parts)
-        operations["block", f"r={rank}" if rank else "frozen"] = (
-            pass_of(block),
-            (x, matrices, router, gate_up, down, dout),
-        )
+        arguments = (x, matrices, router, gate_up, down, dout)
+        yield Case(_labels(shape, "block", f"r={rank}" if rank else "frozen"), pass_of(block), arguments, flops=flops)
 
     def movement(x, router, y, dout):
         """All of the block but its products: routing, the weighted sum, the gradients of both."""
@@ -272,43 +227,14 @@ def _blocks(case: MoeCase) -> list[MoeResult]:
         out, pullback = jax.vjp(forward, x, y)
         return out, pullback(dout)
 
-    operations["routing and weighted sum", ""] = (movement, (x, router, draw(shape.rows, width), dout))
-    flops = 3 * shape.flops  # gate and up, and half as much for down; forward and backward in x
-    found = _measured(case, operations)
-    return [_line(shape, name, of, timing, flops if name == "block" else None) for (name, of), timing in found.items()]
+    arguments = (x, router, draw(shape.rows, width), dout)
+    yield Case(_labels(shape, "routing and weighted sum", ""), movement, arguments)
 
 
-def _measured(case: MoeCase, operations: dict[tuple[str, str], Operation]) -> dict[tuple[str, str], Timing]:
-    names = {f"operation_{number}": key for number, key in enumerate(operations)}
-    programs = [Program(name, *operations[key], 1) for name, key in names.items()]
-    timings = measure(programs, case.rounds)
-    return {names[name]: timing for name, timing in timings.items()}
-
-
-def _line(shape: Shape, operation: str, implementation: str, timing: Timing, flops: float | None) -> MoeResult:
-    return MoeResult(
-        shape=shape,
-        operation=operation,
-        implementation=implementation,
-        microseconds=timing.median * 1e6,
-        best=timing.best * 1e6,
-        worst=timing.worst * 1e6,
-        teraflops_per_second=None if flops is None else flops / timing.median / 1e12,
-        source=timing.source,
-    )
-
-
-def _table(case: MoeCase, part: str, results: Sequence[MoeResult]) -> Table:
-    title = f"Mixtures: {part} · {case.dtype} · {dispatch.target()} · jax {jax.__version__}"
-    sources = ", ".join(dict.fromkeys(line.source for line in results))
-    table = make_table(title, ("shape", "", "by"), ("µs", "best–worst", "TFLOP/s"), f"time by {sources}")
-    for line in results:
-        table.add_row(
-            str(line.shape),
-            line.operation,
-            line.implementation,
-            f"{line.microseconds:,.0f}",
-            f"{line.best:,.0f}–{line.worst:,.0f}",
-            "" if line.teraflops_per_second is None else f"{line.teraflops_per_second:,.0f}",
-        )
-    return table
+BENCH = Bench(
+    MoeCase,
+    tables,
+    {"shape": word("shape"), "": word("operation"), "by": word("implementation")},
+    {"TFLOP/s": number("teraflops_per_second", ",.0f")},
+    "microseconds",
+)

@@ -2,30 +2,29 @@
 
 Everything reads and writes memory that is not in the cache: it goes over several weights, together at least 256 MiB
 packed, and a decode's results are larger still. Bandwidth counts codes, scales and result once each; the ceiling
-beside it is the bandwidth of an element-wise kernel that reads and writes equally much. Products stand
-beside the vendor's with a weight in 16 bits.
+beside it is the bandwidth of an element-wise kernel that reads and writes equally much. Products stand beside the
+vendor's with a weight in 16 bits. Where the device multiplies in float8, decodes to it in both orientations are there
+too, the rounding of rows of x, and products as training computes them: x rounded, W decoded, both multiplied.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from fastjax.bench import nf4_float8, nf4_torch
-from fastjax.bench.results import make_table, save
-from fastjax.bench.timing import Program, Timing, measure
-from pallas_kernels import dispatch, nf4
+from fastjax.bench import torch_peers
+from fastjax.bench.tables import Bench, Beside, Case, Row, number, word
+from pallas_kernels import dispatch, float8, nf4
 from pallas_kernels.nf4.shapes import BENCHMARK
 
 IMPLEMENTATIONS = ("fused", "mosaic", "triton", "xla")
+#: Fewest rows of x for products in float8: with fewer ones the decode is most of the time.
+LEAST_ROWS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,61 +48,19 @@ class NF4Case:
     rounds: int = 9
 
 
-@dataclasses.dataclass(frozen=True)
-class NF4Result:
-    """One line of the table.
-
-    Attributes:
-        shape: (out, in) of the weight.
-        operation: "copy", "decode", "transpose" (a decode to the transpose), "round" (rows of x to float8), "product"
-            or "gradient" (in x, of the product).
-        implementation: of it; "dense" for the product with a weight in 16 bits, "float8" and so on for those of
-            `nf4_float8`, "bitsandbytes" and "unsloth" where these are installed.
-        dtype: of the result.
-        rows: of x, for a product, and for rounding them.
-        microseconds: median.
-        best: smallest.
-        worst: largest.
-        gigabytes_per_second: bytes that must move over the median; None for a product.
-        teraflops_per_second: of a product; None otherwise.
-        of_dense: the dense product's time over this one's; None for other operations.
-        source: method of timing.
-    """
-
-    shape: tuple[int, int]
-    operation: str
-    implementation: str
-    dtype: str
-    rows: int | None
-    microseconds: float
-    best: float
-    worst: float
-    gigabytes_per_second: float | None
-    teraflops_per_second: float | None
-    of_dense: float | None
-    source: str
-
-
-def run(case: NF4Case | None = None, output: Path | None = None, console: Console | None = None) -> list[NF4Result]:
-    """Measure, with a line for each figure as it is there; show a table for each shape, write a file.
+def tables(case: NF4Case) -> Iterator[tuple[str, list[Case]]]:
+    """For each shape the decodes, then the products with each number of rows.
 
     Args:
-        case: the settings; the defaults suit a GPU.
-        output: JSON file for the case, the device and the results; None: no file.
-        console: for the tables.
-
-    Returns:
-        The lines of the tables.
+        case: the settings.
     """
-    case, console = case or NF4Case(), console or Console()
-    results = []
-    for line in _lines(case):
-        results.append(line)
-        console.print(_told(line), highlight=False)
     for shape in case.shapes:
-        console.print(_table(case, shape, [line for line in results if line.shape == shape]))
-    save(output, results, console, case=dataclasses.asdict(case))
-    return results
+        title = f"NF4 · {shape[0]}×{shape[1]} · cold cache"
+        packed = packed_weights(shape, max(2, -(-case.cold_bytes // (math.prod(shape) // 2))))
+        yield title, [_copy(case, shape), *_decodes(case, shape, packed)]
+        for rows in case.rows:
+            cases = [line for gradient in (False, True) for line in _products(case, shape, packed, rows, gradient)]
+            yield f"{title} · {rows:,} rows", cases
 
 
 def packed_weights(shape: tuple[int, int], count: int, seed: int = 0) -> list[tuple[jax.Array, jax.Array]]:
@@ -124,112 +81,99 @@ def packed_weights(shape: tuple[int, int], count: int, seed: int = 0) -> list[tu
     return [draw(key) for key in jax.random.split(jax.random.key(seed), count)]
 
 
-def available(shape: tuple[int, int], dtype: str, rows: int | None = None, gradient: bool = False) -> list[str]:
-    """The implementations that serve on this device.
-
-    Args:
-        shape: (out, in) of the weight.
-        dtype: of the result.
-        rows: of x, for a product; None: those of the dequantisation.
-        gradient: of the product in x.
-    """
-    codes = jax.ShapeDtypeStruct((shape[0], shape[1] // 2), jnp.uint8)
-    absmax = jax.ShapeDtypeStruct((shape[0], shape[1] // 64), jnp.float32)
-    found = []
-    for name in IMPLEMENTATIONS:
-        try:
-            if rows is not None:
-                x = jax.ShapeDtypeStruct((rows, shape[0 if gradient else 1]), dtype)
-                jax.eval_shape(_product_of(shape, name, gradient), x, codes, absmax)
-            elif name != "fused":
-                jax.eval_shape(_decode_of(shape, dtype, name), codes, absmax)
-            else:
-                continue
-        except NotImplementedError:
-            continue
-        found.append(name)
-    return found
-
-
 def decode_bytes(shape: tuple[int, int], dtype: str) -> int:
     """Bytes that a decode reads and writes: codes, scales, result."""
     size = math.prod(shape)
     return size // 2 + 4 * (size // 64) + size * jnp.dtype(dtype).itemsize
 
 
-def _lines(case: NF4Case) -> Iterator[NF4Result]:
-    yield _copy(case)
-    for shape in case.shapes:
-        yield from _decodes(case, shape)
-        for rows, gradient in itertools.product(case.rows, (False, True)):
-            yield from _products(case, shape, rows, gradient)
+def in_float8() -> bool:
+    """Whether this device multiplies in float8: an NVIDIA GPU that has it, or a CPU, for tests."""
+    device = dispatch.target()
+    capability = device.compute_capability
+    return device.platform == "cpu" or (capability is not None and capability >= (8, 9))
 
 
-def _copy(case: NF4Case) -> NF4Result:
+def _labels(shape: tuple[int, int], operation: str, implementation: str, dtype: str, rows: int | None = None) -> Row:
+    return {
+        "shape": shape,
+        "operation": operation,
+        "implementation": implementation,
+        "dtype": dtype,
+        "rows": rows,
+    }
+
+
+def _copy(case: NF4Case, shape: tuple[int, int]) -> Case:
     """An element-wise kernel over arrays whose bytes read and written add up to those of a bfloat16 decode."""
-    length = max(1, decode_bytes(case.shapes[0], "bfloat16") // 8)
+    length = max(1, decode_bytes(shape, "bfloat16") // 8)
     count = max(2, -(-case.cold_bytes // (4 * length)))
     arrays = tuple(jnp.arange(length, dtype=jnp.uint32) * np.uint32(i + 1) for i in range(count))
-    program = Program("copy", lambda *xs: [x ^ np.uint32(0x5A5A5A5A) for x in xs], arrays, count)
-    timing = measure([program], case.rounds)["copy"]
-    return _line(timing, case.shapes[0], "copy", "xla", "uint32", moved=8 * length)
+    labels = _labels(shape, "copy", "xla", "uint32")
+    return Case(labels, lambda *xs: [x ^ np.uint32(0x5A5A5A5A) for x in xs], arrays, count, nbytes=8 * length)
 
 
-def _decodes(case: NF4Case, shape: tuple[int, int]) -> Iterator[NF4Result]:
-    packed = packed_weights(shape, _cold_count(case, shape))
+def _decodes(case: NF4Case, shape: tuple[int, int], packed: list[tuple[jax.Array, jax.Array]]) -> Iterator[Case]:
+    count = len(packed)
     for dtype in case.dtypes:
-        programs = [
-            Program(f"decode_{name}_{dtype}", _each(_decode_of(shape, dtype, name)), (None, *packed), len(packed))
-            for name in available(shape, dtype)
-        ]
-        timings = measure(programs, case.rounds)
-        found = {program.name.split("_")[1]: timings[program.name] for program in programs}
-        found |= nf4_torch.decodes(shape, dtype, len(packed), case.rounds)
         moved = decode_bytes(shape, dtype)
-        yield from (_line(timing, shape, "decode", name, dtype, moved=moved) for name, timing in found.items())
-    for transposed in (False, True) if nf4_float8.served() else ():
-        found = nf4_float8.decodes(shape, transposed, packed, case.rounds)
-        operation, moved = "transpose" if transposed else "decode", decode_bytes(shape, "float8_e4m3fn")
-        yield from (_line(timing, shape, operation, name, "float8", moved=moved) for name, timing in found.items())
+        for name in IMPLEMENTATIONS[1:]:
+            decode = functools.partial(nf4.dequantize, shape=shape, dtype=dtype, implementation=name)
+            labels = _labels(shape, "decode", name, dtype)
+            yield Case(labels, _each(decode), (None, *packed), count, nbytes=moved)
+        for name, timed in torch_peers.nf4_decodes(shape, dtype, count).items():
+            yield Case(_labels(shape, "decode", name, dtype), timed, nbytes=moved)
+    moved = decode_bytes(shape, "float8_e4m3fn")
+    for operation in ("decode", "transpose") if in_float8() else ():
+        for name in IMPLEMENTATIONS[1:]:
+            options = {"transposed": operation == "transpose", "implementation": name}
+            decode = functools.partial(nf4.dequantize_float8, shape=shape, **options)
+            labels = _labels(shape, operation, name, "float8")
+            yield Case(labels, _each(decode), (None, *packed), count, nbytes=moved)
 
 
-def _products(case: NF4Case, shape: tuple[int, int], rows: int, gradient: bool) -> list[NF4Result]:
-    packed = packed_weights(shape, _cold_count(case, shape))
+def _products(
+    case: NF4Case, shape: tuple[int, int], packed: list[tuple[jax.Array, jax.Array]], rows: int, gradient: bool
+) -> Iterator[Case]:
+    """The product of x and Wᵀ, or of x and W as in the gradient."""
+    count, flops = len(packed), 2.0 * rows * math.prod(shape)
+    operation = "gradient" if gradient else "product"
     x = jax.random.normal(jax.random.key(1), (rows, shape[0 if gradient else 1]), case.dtype)
-    dense = jax.jit(_each(_decode_of(shape, case.dtype, "xla")))(None, *packed)
-    programs = [
-        Program(f"product_{name}", _each(_product_of(shape, name, gradient)), (x, *packed), len(packed))
-        for name in available(shape, case.dtype, rows, gradient)
-    ]
-    programs.append(Program("product_dense", _each(_dense_product(gradient)), (x, *((d,) for d in dense)), len(packed)))
-    float8 = nf4_float8.served() and case.dtype == "bfloat16" and rows >= nf4_float8.LEAST_ROWS
-    rounded = nf4_float8.rounding(x, case.rounds) if float8 else {}
-    programs += nf4_float8.products(shape, gradient, x, packed) if float8 else []
-    timings = measure(programs, case.rounds)
-    found = {program.name.split("_")[1]: timings[program.name] for program in programs}
-    found |= nf4_torch.products(shape, case.dtype, rows, gradient, len(packed), case.rounds)
-    operation, reference = "gradient" if gradient else "product", timings["product_dense"].median
-    moved = nf4_float8.rounding_bytes(x.shape)
-    return [
-        *(_line(timing, shape, "round", name, "float8", rows=rows, moved=moved) for name, timing in rounded.items()),
-        *(_line(t, shape, operation, name, case.dtype, rows=rows, dense=reference) for name, t in found.items()),
-    ]
+    decode = functools.partial(nf4.dequantize, shape=shape, dtype=case.dtype, implementation="xla")
+    dense = jax.jit(_each(decode))(None, *packed)
+    for name in IMPLEMENTATIONS:
+        product = product_of(shape, name, gradient)
+        yield Case(_labels(shape, operation, name, case.dtype, rows), _each(product), (x, *packed), count, flops)
+    arguments = (x, *((matrix,) for matrix in dense))
+    labels = _labels(shape, operation, "dense", case.dtype, rows)
+    yield Case(labels, _each(_dense_product(gradient)), arguments, count, flops)
+    for name, timed in torch_peers.nf4_products(shape, case.dtype, rows, gradient, count).items():
+        yield Case(_labels(shape, operation, name, case.dtype, rows), timed, flops=flops)
+    if not in_float8() or case.dtype != "bfloat16" or rows < LEAST_ROWS:
+        return
+    copies = [(x + copy,) for copy in range(8)]
+    moved = rows * (x.shape[1] * (x.dtype.itemsize + 1) + 4)  # bfloat16, codes, scales
+    for name in IMPLEMENTATIONS[2:]:
+        round_rows = functools.partial(float8.quantize_rows, implementation=name)
+        labels = _labels(shape, "round", name, "float8", rows)
+        yield Case(labels, _each(round_rows), (None, *copies), len(copies), nbytes=moved)
+
+    def in_8_bits(x, codes, absmax):
+        matrix, scales = nf4.dequantize_float8(codes, absmax, shape=shape, transposed=gradient)
+        return float8.matmul(*float8.quantize_rows(x), jax.lax.optimization_barrier(matrix), scales)
+
+    labels = _labels(shape, operation, "float8", case.dtype, rows)
+    yield Case(labels, _each(in_8_bits), (x, *packed), count, flops)
 
 
-def _each(function: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
-    """The function of x, unless that is None, and of every one of the weights."""
+def product_of(shape: tuple[int, int], implementation: str, gradient: bool) -> Callable[..., jax.Array]:
+    """The product x Wᵀ of (x, codes, absmax), or its gradient in x of (dy, codes, absmax).
 
-    def run(x, *weights):
-        return [function(*weight) if x is None else function(x, *weight) for weight in weights]
-
-    return run
-
-
-def _decode_of(shape: tuple[int, int], dtype: str, implementation: str) -> Callable[..., jax.Array]:
-    return functools.partial(nf4.dequantize, shape=shape, dtype=dtype, implementation=implementation)
-
-
-def _product_of(shape: tuple[int, int], implementation: str, gradient: bool) -> Callable[..., jax.Array]:
+    Args:
+        shape: (out, in) of the weight.
+        implementation: of it.
+        gradient: which of the two.
+    """
     product = functools.partial(nf4.matmul, shape=shape, implementation=implementation)
 
     def pull_back(dy, codes, absmax):
@@ -247,68 +191,29 @@ def _dense_product(gradient: bool) -> Callable[..., jax.Array]:
     return product
 
 
-def _cold_count(case: NF4Case, shape: tuple[int, int]) -> int:
-    """Weights that together exceed any cache."""
-    return max(2, -(-case.cold_bytes // (math.prod(shape) // 2)))
+def _each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """The function of x, unless that is None, and of every one of the weights."""
+
+    def run(x, *weights):
+        return [function(*weight) if x is None else function(x, *weight) for weight in weights]
+
+    return run
 
 
-def _line(timing: Timing, shape, operation, implementation, dtype, *, moved=None, rows=None, dense=None) -> NF4Result:
-    return NF4Result(
-        shape=shape,
-        operation=operation,
-        implementation=implementation,
-        dtype=dtype,
-        rows=rows,
-        microseconds=timing.median * 1e6,
-        best=timing.best * 1e6,
-        worst=timing.worst * 1e6,
-        gigabytes_per_second=None if moved is None else moved / timing.median / 1e9,
-        teraflops_per_second=None
-        if rows is None or moved is not None
-        else 2 * rows * math.prod(shape) / timing.median / 1e12,
-        of_dense=None if dense is None else dense / timing.median,
-        source=timing.source,
-    )
-
-
-def _told(line: NF4Result) -> str:
-    """A figure in a line of its own."""
-    rows = "" if line.rows is None else f" of {line.rows:,} rows"
-    rates = [(line.gigabytes_per_second, "GB/s"), (line.teraflops_per_second, "TFLOP/s")]
-    figures = [
-        f"{_written(line.microseconds)} µs",
-        *(f"{rate:,.0f} {unit}" for rate, unit in rates if rate is not None),
-    ]
-    what = f"{line.shape[0]}×{line.shape[1]} {line.operation}{rows} by {line.implementation}, {line.dtype}"
-    return f"{what}: {', '.join(figures)}"
-
-
-def _table(case: NF4Case, shape: tuple[int, int], results: Sequence[NF4Result]) -> Table:
-    title = f"NF4 · {shape[0]}×{shape[1]} · cold cache · {dispatch.target()} · jax {jax.__version__}"
-    numbers = ("rows", "µs", "best–worst", "GB/s", "TFLOP/s", "× dense")
-    others: dict[str, list[str]] = {}
-    for line in results:
-        names = others.setdefault(line.source, [])
-        if line.implementation not in names:
-            names.append(line.implementation)
-    own = results[0].source
-    times = [own, *(f"{', '.join(names)} by {source}" for source, names in others.items() if source != own)]
-    caption = f"median of {case.rounds}, time by {'; '.join(times)}"
-    table = make_table(title, ("", "by", "dtype"), numbers, caption)
-    for line in results:
-        table.add_row(
-            line.operation,
-            line.implementation,
-            line.dtype,
-            "" if line.rows is None else f"{line.rows:,}",
-            _written(line.microseconds),
-            f"{_written(line.best)}–{_written(line.worst)}",
-            "" if line.gigabytes_per_second is None else f"{line.gigabytes_per_second:,.0f}",
-            "" if line.teraflops_per_second is None else f"{line.teraflops_per_second:,.1f}",
-            "" if line.of_dense is None else f"{line.of_dense:.2f}",
+BENCH = Bench(
+    NF4Case,
+    tables,
+    {"": word("operation"), "by": word("implementation"), "dtype": word("dtype")},
+    {
+        "GB/s": number("gigabytes_per_second", ",.0f"),
+        "TFLOP/s": number("teraflops_per_second", ",.1f"),
+        "× dense": number("of_dense", ".2f"),
+    },
+    "microseconds",
+    {
+        "of_dense": Beside(
+            lambda row: {name: row[name] for name in ("shape", "operation", "rows")} | {"implementation": "dense"},
+            lambda row, dense: dense["microseconds"] / row["microseconds"],
         )
-    return table
-
-
-def _written(microseconds: float) -> str:
-    return f"{microseconds:,.{0 if microseconds >= 1000 else 1}f}"
+    },
+)

@@ -10,6 +10,7 @@ because the profiler sees a command buffer as one.
 """
 
 import concurrent.futures
+import functools
 import statistics
 import tempfile
 import time
@@ -47,13 +48,20 @@ class Timing(NamedTuple):
         median: over the rounds.
         best: smallest.
         worst: largest.
-        source: "kernels" (device time of the kernels) or "wall clock".
+        source: "kernels" (device time of the kernels), "wall clock", or a peer's.
+        temporary_bytes: the program's, as the compiler plans; None: it does not say.
     """
 
     median: float
     best: float
     worst: float
     source: str
+    temporary_bytes: int | None = None
+
+
+def timing_of(seconds: Sequence[float], source: str, temporary_bytes: int | None = None) -> Timing:
+    """The timing of an operation from its seconds in each round."""
+    return Timing(statistics.median(seconds), min(seconds), max(seconds), source, temporary_bytes)
 
 
 def compile_all(programs: Sequence[Program]) -> dict[str, Callable[..., Any] | Exception]:
@@ -65,54 +73,56 @@ def compile_all(programs: Sequence[Program]) -> dict[str, Callable[..., Any] | E
     Returns:
         By name the compiled function, or why it cannot be compiled.
     """
+    return side_by_side({program.name: functools.partial(_compile, program) for program in programs})
 
-    def attempt(program: Program) -> Callable[..., Any] | Exception:
+
+def side_by_side(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    """By name the result of each job, or its error; the jobs run in threads."""
+
+    def attempt(job: Callable[[], Any]) -> Any:
         try:
-            return _compile(program)
+            return job()
         except Exception as error:
             return error
 
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
-        return dict(zip((program.name for program in programs), pool.map(attempt, programs), strict=True))
+        return dict(zip(jobs, pool.map(attempt, jobs.values()), strict=True))
 
 
-def measure(
-    programs: Sequence[Program], rounds: int = 9, compiled: Mapping[str, Callable[..., Any]] | None = None
-) -> dict[str, Timing]:
-    """Compile, warm up and time.
+def measure(programs: Sequence[Program], rounds: int = 9) -> dict[str, Timing | Exception]:
+    """Compile side by side, warm up, and time by turns.
 
     Args:
         programs: the programs.
         rounds: how often each runs.
-        compiled: by name, the results of `compile_all`; None: they are compiled here.
 
     Returns:
-        The time of one call of each program's operation, by name.
-
-    Raises:
-        Exception: the error of a program that cannot be compiled.
+        By name the time of one call of the program's operation, or why it cannot be compiled or run.
     """
-    if compiled is None:
-        compiled = {}
-        for name, result in compile_all(programs).items():
-            if isinstance(result, Exception):
-                raise result
-            compiled[name] = result
+    compiled: dict[str, Any] = compile_all(programs)
+    failed: dict[str, Exception] = {name: found for name, found in compiled.items() if isinstance(found, Exception)}
     for program in programs:
-        for _ in range(2):
-            jax.block_until_ready(compiled[program.name](*program.arguments))
-    if jax.default_backend() == "gpu":
+        try:
+            for _ in range(0 if program.name in failed else 2):
+                jax.block_until_ready(compiled[program.name](*program.arguments))
+        except jax.errors.JaxRuntimeError as error:  # out of memory, or no kernel after all
+            failed[program.name] = error
+    programs = [program for program in programs if program.name not in failed]
+    kernels: dict[str, list[float]] = {}
+    if programs and jax.default_backend() == "gpu":
         with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
             with jax.profiler.trace(folder):
                 wall = _run(programs, compiled, rounds)
             kernels = _kernel_seconds(Path(folder), rounds)
     else:
-        wall, kernels = _run(programs, compiled, rounds), {}
-    timings = {}
+        wall = _run(programs, compiled, rounds)
+    timings: dict[str, Timing | Exception] = dict(failed)
     for program in programs:
         source = "kernels" if program.name in kernels else "wall clock"
-        seconds = [total / program.calls for total in (kernels if source == "kernels" else wall)[program.name]]
-        timings[program.name] = Timing(statistics.median(seconds), min(seconds), max(seconds), source)
+        totals = (kernels if source == "kernels" else wall)[program.name]
+        plan = compiled[program.name].memory_analysis()
+        planned = None if plan is None else plan.temp_size_in_bytes
+        timings[program.name] = timing_of([total / program.calls for total in totals], source, planned)
     return timings
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     nf4.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
     nf4.add_argument("--cold_bytes", type=positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
     nf4.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    nf4.set_defaults(run=_nf4)
+    nf4.set_defaults(run=_measured, bench="nf4")
 
     lora = commands.add_parser(
         "lora",
@@ -63,14 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     lora.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
     lora.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
     lora.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    lora.set_defaults(run=_lora)
+    lora.set_defaults(run=_measured, bench="lora")
 
     loss = commands.add_parser(
         "loss",
         help="the head and its loss, beside the two matrix products alone",
         description="Time a frozen head with its loss, forward and backward to the input, by implementation and size "
-        "of the chunks, beside the two matrix products alone; and the rows of one chunk by the kernel's block sizes. "
-        "The defaults suit a GPU.",
+        "of the chunks, beside the two matrix products alone. The defaults suit a GPU.",
     )
     loss.add_argument("--tokens", type=positive, nargs=2, metavar=("ROWS", "LENGTH"), help="(default: 4 2048)")
     loss.add_argument(
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     loss.add_argument("--dtype", choices=dtypes, help="of activations and head (default: bfloat16)")
     loss.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
     loss.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    loss.set_defaults(run=_loss)
+    loss.set_defaults(run=_measured, bench="loss")
 
     moe = commands.add_parser(
         "moe",
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
     moe.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
     moe.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    moe.set_defaults(run=_moe)
+    moe.set_defaults(run=_measured, bench="moe")
 
     bench_step.add_parser(commands)
     bench_attention.add_parser(commands)
@@ -120,28 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nf4(arguments: argparse.Namespace) -> None:
-    from fastjax.bench.nf4 import NF4Case, run
+def _measured(arguments: argparse.Namespace) -> None:
+    """Measure and print the tables of a module of `fastjax.bench`."""
+    from fastjax.bench import tables
 
-    run(_changed(NF4Case(), arguments), arguments.output)
-
-
-def _lora(arguments: argparse.Namespace) -> None:
-    from fastjax.bench.lora import LoraCase, run
-
-    run(_changed(LoraCase(), arguments), arguments.output)
-
-
-def _loss(arguments: argparse.Namespace) -> None:
-    from fastjax.bench.loss import LossCase, run
-
-    run(_changed(LossCase(), arguments), arguments.output)
-
-
-def _moe(arguments: argparse.Namespace) -> None:
-    from fastjax.bench.moe import MoeCase, run
-
-    run(_changed(MoeCase(), arguments), arguments.output)
+    bench = importlib.import_module(f"fastjax.bench.{arguments.bench}").BENCH
+    tables.run(bench, _changed(bench.settings(), arguments), arguments.output)
 
 
 def _changed(case: Any, arguments: argparse.Namespace) -> Any:

@@ -95,7 +95,7 @@ def _speed(given: dict[str, Any]) -> None:
 def _accuracy(given: dict[str, Any]) -> None:
     from fastjax.bench.attention.accuracy import run
 
-    if any(line.faults for line in run(**given)):
+    if any(row["faults"] for row in run(**given)):
         raise SystemExit(1)
 
 

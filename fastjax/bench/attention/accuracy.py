@@ -6,10 +6,7 @@ rounding (the gradient of a query that sees one key) is held to the rounding of 
 padding must give zeros, and nothing may be NaN or infinite. The exact results are computed on the device, in float64.
 """
 
-import concurrent.futures
-import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,90 +16,38 @@ import numpy as np
 from jax import Array
 from rich.console import Console
 
-from fastjax.bench.attention.cases import check_names
-from fastjax.bench.attention.contenders import why
-from fastjax.bench.results import make_table, save, show
+from fastjax.bench.attention.cases import Problem, check_names, make_arrays, segment_ids
+from fastjax.bench.attention.contenders import Attend, both, ours
+from fastjax.bench.tables import Row, print_rows, save, why
+from fastjax.bench.timing import side_by_side
 from pallas_kernels import dispatch
-from pallas_kernels.attention import attention, reference, segment_ranges
+from pallas_kernels.attention import reference
 
 ARRAYS = ("out", "dq", "dk", "dv")
 IMPLEMENTATIONS = ("mosaic", "cudnn", "triton", "xla")
 BAR = 1.2
-_WORKERS = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A call; by default one row of four query heads over two key heads.
-
-    Attributes:
-        length: S.
-        keys: T; None: S.
-        size: D.
-        value_size: Dv; None: D.
-        batch: B.
-        documents: the lengths of each row's documents, the rest being padding.
-        options: of `attention`.
-        sinks: whether each head has one.
-    """
-
-    length: int = 256
-    keys: int | None = None
-    size: int = 128
-    value_size: int | None = None
-    batch: int = 1
-    documents: tuple[tuple[int, ...], ...] | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    sinks: bool = False
+def _small(length: int = 512, batch: int = 1, size: int = 128, **others: Any) -> Problem:
+    return Problem("", batch, length, 4, 2, size, **others)
 
 
-SHAPES: dict[str, Shape] = {
-    **{f"D={size}": Shape(256, size=size) for size in (64, 80, 96, 112, 128, 192, 256)},
-    "D=192 Dv=128": Shape(256, size=192, value_size=128),
-    "D=64 Dv=128": Shape(256, size=64, value_size=128),
-    "length 1": Shape(1),
-    "length 333": Shape(333),
-    "length 700": Shape(700),
-    "length 1024": Shape(1024),
-    "not causal": Shape(512, options=(("causal", False),)),
-    "documents": Shape(
-        512, batch=3, documents=((100, 1, 37, 1, 1, 128, 64, 150), (300, 212), ()), size=64
-    ),
-    "window": Shape(700, options=(("sliding_window", 100),)),
-    "window, documents": Shape(
-        512, batch=2, documents=((1, 300, 150), ()), options=(("sliding_window", 64),)
-    ),
-    "cap": Shape(512, options=(("logits_soft_cap", 5.0),)),
-    "sinks": Shape(512, sinks=True),
-    "cap, sinks, window": Shape(
-        512, options=(("logits_soft_cap", 5.0), ("sliding_window", 130)), sinks=True, size=64
-    ),
-    "S=200 T=700": Shape(200, 700),
-    "S=333 T=512 offset 64": Shape(333, 512, options=(("query_offset", 64),)),
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class AccuracyResult:
-    """One line of the table; `reason` alone is set where the implementation cannot serve the shape.
-
-    Attributes:
-        shape: its name.
-        implementation: its name.
-        errors: of `ARRAYS`, relative; of those that are zero but for rounding, the root mean square.
-        ratios: these over cuDNN's, or XLA's; None for those that are zero but for rounding.
-        beside: the implementation of the reference errors.
-        faults: above the bar, not finite, not zero where all is padding.
-        reason: why there is no error.
-    """
-
-    shape: str
-    implementation: str
-    errors: tuple[float, ...] = ()
-    ratios: tuple[float | None, ...] = ()
-    beside: str = ""
-    faults: tuple[str, ...] = ()
-    reason: str | None = None
+#: Calls of four query heads over two key heads.
+SHAPES: dict[str, Problem] = {
+    **{f"D={size}": _small(256, size=size) for size in (64, 80, 96, 112, 128, 192, 256)},
+    "D=192 Dv=128": _small(256, size=192, value_size=128),
+    "D=64 Dv=128": _small(256, size=64, value_size=128),
+    **{f"length {length}": _small(length) for length in (1, 333, 700, 1024)},
+    "not causal": _small(causal=False),
+    "documents": _small(batch=3, documents=((100, 1, 37, 1, 1, 128, 64, 150), (300, 212), ()), size=64),
+    "window": _small(700, window=100),
+    "window, documents": _small(batch=2, documents=((1, 300, 150), ()), window=64),
+    "cap": _small(cap=5.0),
+    "sinks": _small(sinks=True),
+    "cap, sinks, window": _small(cap=5.0, window=130, sinks=True, size=64),
+    "S=200 T=700": _small(200, keys=700),
+    "S=333 T=512 offset 64": _small(333, keys=512, offset=64),
+}
 
 
 def run(
@@ -111,18 +56,18 @@ def run(
     dtype: str = "bfloat16",
     output: Path | None = None,
     console: Console | None = None,
-) -> list[AccuracyResult]:
+) -> list[Row]:
     """Compute, compare, show a table, write a file.
 
     Args:
         implementations: of `IMPLEMENTATIONS`.
         shapes: of `SHAPES`.
         dtype: bfloat16 or float16.
-        output: JSON file for the device and the results; None: no file.
+        output: JSON file for the device and the rows; None: no file.
         console: for the table.
 
     Returns:
-        The lines of the table.
+        The rows (`compared`).
 
     Raises:
         ConfigError: an unknown name.
@@ -132,92 +77,50 @@ def run(
     check_names("--implementations", implementations, IMPLEMENTATIONS)
     check_names("--shapes", shapes, tuple(SHAPES))
     # the others are compared with cuDNN and XLA
-    wanted = tuple(dict.fromkeys((*implementations, "cudnn", "xla")))
-    jobs = [(name, who) for name in shapes for who in ("exact", *wanted)]
-    inputs = {name: _inputs(SHAPES[name], dtype) for name in shapes}
-
-    def attempt(job: tuple[str, str]) -> Callable[..., Any] | Exception:
-        name, who = job
-        try:
-            return _compiled(SHAPES[name], who, inputs[name])
-        except Exception as error:
-            return error
-
-    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
-        compiled = dict(zip(jobs, pool.map(attempt, jobs), strict=True))
-    results: list[AccuracyResult] = []
-    for name in shapes:
-        found = {who: _results(compiled[name, who], inputs[name], exact=who == "exact") for who in ("exact", *wanted)}
-        results += _lines(name, SHAPES[name], found, implementations, dtype)
-    _show(console, results, dtype)
-    worst = [line for line in results if line.faults]
-    console.print(
-        f"{len(worst)} of {len(results)} lines at fault" if worst else f"all within {BAR} times", highlight=False
-    )
-    save(output, results, console, dtype=dtype, bar=BAR)
-    return results
-
-
-def _inputs(shape: Shape, dtype: str) -> dict[str, Any]:
-    """q, k, v, dout, and where there are documents or sinks, ids, ranges and sinks."""
-    rng = np.random.default_rng(0)
-    keys, value_size = shape.keys or shape.length, shape.value_size or shape.size
-    sizes = {
-        "q": (shape.batch, shape.length, 4, shape.size),
-        "k": (shape.batch, keys, 2, shape.size),
-        "v": (shape.batch, keys, 2, value_size),
-        "dout": (shape.batch, shape.length, 4, value_size),
+    wanted = ("exact", *dict.fromkeys((*implementations, "cudnn", "xla")))
+    inputs = {name: make_arrays(SHAPES[name], dtype)[0] for name in shapes}
+    jobs = {
+        (name, who): lambda name=name, who=who: _compiled(SHAPES[name], who, inputs[name])
+        for name in shapes
+        for who in wanted
     }
-    arrays: dict[str, Any] = {name: jnp.asarray(rng.standard_normal(size), dtype) for name, size in sizes.items()}
-    if shape.documents is not None:
-        arrays["ids"] = jnp.asarray(_ids(shape))
-        most = max(map(len, shape.documents))
-        arrays["ranges"] = jax.jit(partial(segment_ranges, max_documents=most))(arrays["ids"])
-    if shape.sinks:
-        arrays["sinks"] = jnp.asarray(rng.standard_normal(4), jnp.float32)
-    return arrays
+    compiled, rows = side_by_side(jobs), []
+    for name in shapes:
+        found = {who: _results(compiled[name, who], inputs[name], exact=who == "exact") for who in wanted}
+        rows += compared(name, SHAPES[name], found, implementations, dtype)
+    title = f"attention · error beside float64 · {dtype} · {dispatch.target()} · jax {jax.__version__}"
+    caption = "error, then how many times cuDNN's, or of shapes with * XLA's"
+    words = {
+        "": lambda row: row["shape"] + (" *" if row["beside"] == "xla" else ""),
+        "by": lambda row: row["implementation"],
+    }
+    numbers = {array: lambda row, place=place: _written(row, place) for place, array in enumerate(ARRAYS)}
+    print_rows(console, title, rows, words, numbers, caption)
+    for row in (bad := [row for row in rows if row["faults"]]):
+        console.print(f"{row['implementation']}, {row['shape']}: {'; '.join(row['faults'])}", highlight=False)
+    told = f"{len(bad)} of {len(rows)} lines at fault" if bad else f"all within {BAR} times"
+    console.print(told, highlight=False)
+    save(output, rows, console, dtype=dtype, bar=BAR)
+    return rows
 
 
-def _ids(shape: Shape) -> np.ndarray:
-    ids = np.zeros((shape.batch, shape.length), np.int32)
-    for row, lengths in zip(ids, shape.documents or (), strict=True):
-        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return ids
-
-
-def _compiled(shape: Shape, who: str, arrays: dict[str, Any]) -> Callable[..., Any]:
+def _compiled(problem: Problem, who: str, arrays: dict[str, Any]) -> Callable[..., Any]:
     """Output and gradients, by an implementation or exactly."""
-    options = dict(shape.options)
+    if who != "exact":
+        return jax.jit(both(ours(who, problem))).lower(arrays).compile()
 
-    def both(arrays: dict[str, Any]) -> tuple[Array, ...]:
-        def attend(q, k, v) -> Any:
-            if who == "exact":
-                return reference.attention(q, k, v, segment_ids=arrays.get("ids"), sinks=arrays.get("sinks"), **options)
-            return attention(
-                q,
-                k,
-                v,
-                segment_ranges=arrays.get("ranges"),
-                sinks=arrays.get("sinks"),
-                implementation=who,
-                **options,
-            )
+    def exact(arrays: dict[str, Any]) -> Any:
+        options = {"segment_ids": arrays.get("ids"), "sinks": arrays.get("sinks"), **problem.options}
+        return reference.attention(arrays["q"], arrays["k"], arrays["v"], **options)
 
-        out, vjp = jax.vjp(attend, arrays["q"], arrays["k"], arrays["v"])
-        return out, *vjp(arrays["dout"])
-
-    if who == "exact":
-        with jax.enable_x64(True):
-            return jax.jit(both).lower(jax.tree.map(_widened_shape, arrays)).compile()
-    return jax.jit(both).lower(arrays).compile()
-
-
-def _widened_shape(leaf: Array) -> jax.ShapeDtypeStruct:
-    """float64 for the numbers; sinks stay float32, which holds them exactly."""
-    return jax.ShapeDtypeStruct(leaf.shape, _wide(leaf))
+    attend: Attend = exact
+    with jax.enable_x64(True):
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _wide(leaf)), arrays)
+        return jax.jit(both(attend)).lower(shapes).compile()
 
 
 def _wide(leaf: Array) -> Any:
+    """float64 for the numbers; sinks stay float32, which holds them exactly."""
     return jnp.float64 if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf.dtype
 
 
@@ -234,9 +137,23 @@ def _results(function: Any, arrays: dict[str, Any], *, exact: bool) -> list[np.n
         return error
 
 
-def _lines(
-    name: str, shape: Shape, found: dict[str, Any], implementations: Sequence[str], dtype: str
-) -> list[AccuracyResult]:
+def compared(
+    name: str, problem: Problem, found: dict[str, Any], implementations: Sequence[str], dtype: str
+) -> list[Row]:
+    """The rows of a shape.
+
+    Args:
+        name: of the shape.
+        problem: the call.
+        found: output and gradients, or why there are none, by implementation and as "exact".
+        implementations: a row each.
+        dtype: of the arrays.
+
+    Returns:
+        Rows of `shape`, `implementation`, `errors` of `ARRAYS` (of those that are zero but for rounding, the root mean
+        square), their `ratios` to those of the implementation `beside` (None for those that are zero), `faults`, and
+        the `reason` why there are no errors.
+    """
     exact = found["exact"]
     if isinstance(exact, Exception):
         raise exact
@@ -244,27 +161,27 @@ def _lines(
     baseline = found[beside]
     if isinstance(baseline, Exception):
         raise baseline
-    rounding = float(jnp.finfo(dtype).eps) / 2
-    lines = []
+    rounding, ids = float(jnp.finfo(dtype).eps) / 2, segment_ids(problem)
+    rows = []
     for who in implementations:
         results = found[who]
+        row = {"shape": name, "implementation": who, "errors": [], "ratios": [], "beside": beside, "faults": []}
+        rows.append(row | {"reason": why(results) if isinstance(results, Exception) else None})
         if isinstance(results, Exception):
-            lines.append(AccuracyResult(name, who, reason=why(results)))
             continue
-        errors, ratios, faults = [], [], []
-        for array, ours, theirs, wanted in zip(ARRAYS, results, baseline, exact, strict=True):
-            error, zero = _error(ours, wanted)
+        errors, ratios, faults = row["errors"], row["ratios"], row["faults"]
+        for array, own, theirs, wanted in zip(ARRAYS, results, baseline, exact, strict=True):
+            error, zero = _error(own, wanted)
             errors.append(error)
             # what the other has exactly right need not be right to more than a tenth of a rounding
             ratios.append(None if zero else error / max(_error(theirs, wanted)[0], rounding / 10))
-            if not np.all(np.isfinite(ours)):
+            if not np.all(np.isfinite(own)):
                 faults.append(f"{array} is not finite")
             elif (error > rounding) if zero else (ratios[-1] > BAR):
                 faults.append(f"{array} is above the bar")
-            if shape.documents is not None and np.any(ours[_ids(shape) == 0]):
+            if ids is not None and np.any(own[ids == 0]):
                 faults.append(f"{array} of padding is not zero")
-        lines.append(AccuracyResult(name, who, tuple(errors), tuple(ratios), beside, tuple(faults)))
-    return lines
+    return rows
 
 
 def _error(found: np.ndarray, exact: np.ndarray) -> tuple[float, bool]:
@@ -276,17 +193,6 @@ def _error(found: np.ndarray, exact: np.ndarray) -> tuple[float, bool]:
     return difference / norm, False
 
 
-def _show(console: Console, results: Sequence[AccuracyResult], dtype: str) -> None:
-    title = f"attention · error beside float64 · {dtype} · {dispatch.target()} · jax {jax.__version__}"
-    caption = "error, then how many times cuDNN's, or of shapes with * XLA's"
-    table, reasons = make_table(title, ("", "by"), ARRAYS, caption), []
-    for line in results:
-        cells = [
-            (f"{error:.1e}".replace("e-0", "e-") if error else "0") + ("" if ratio is None else f" {ratio:.2f}")
-            for error, ratio in zip(line.errors, line.ratios, strict=True)
-        ]
-        if cells:
-            table.add_row(line.shape + (" *" if line.beside == "xla" else ""), line.implementation, *cells)
-        if reason := line.reason or "; ".join(line.faults):
-            reasons.append((f"{line.implementation}, {line.shape}", reason))
-    show(console, table, reasons)
+def _written(row: Row, place: int) -> str:
+    error, ratio = row["errors"][place], row["ratios"][place]
+    return (f"{error:.1e}".replace("e-0", "e-") if error else "0") + ("" if ratio is None else f" {ratio:.2f}")

@@ -1,4 +1,4 @@
-"""The cases of the attention benchmarks: a table, their arrays, and their unmasked work."""
+"""Attention problems: a table of those whose speed is measured, their arrays, and their unmasked work."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,21 +20,25 @@ NAMES = ("short", "long", "documents", "packed", "window", "cap", "sinks", "d64"
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A causal call.
+class Problem:
+    """A call.
 
     Attributes:
-        name: one of `NAMES`.
+        name: of the table that it is in.
         batch: B.
-        length: S and T.
+        length: S.
         heads: H.
         kv_heads: K.
-        size: D and Dv.
+        size: D.
         window: sliding window; None: none.
         cap: soft cap of the logits; None: none.
         sinks: whether each head has one.
         documents: the lengths of each row's documents, the rest of the row being padding; None: a row is one document.
-        dense: the case that is the same without its mask; None: nothing is masked beyond causality.
+        dense: the problem that is the same without its mask; None: nothing is masked beyond causality.
+        keys: T; None: S.
+        value_size: Dv; None: D.
+        causal: whether a query sees no key behind it.
+        offset: place of the first query among the keys; None: as the call without one.
     """
 
     name: str
@@ -48,9 +52,23 @@ class Case:
     sinks: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     dense: str | None = None
+    keys: int | None = None
+    value_size: int | None = None
+    causal: bool = True
+    offset: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `attention` and its reference."""
+        return {
+            "causal": self.causal,
+            "sliding_window": self.window,
+            "logits_soft_cap": self.cap,
+            "query_offset": self.offset,
+        }
 
     def __str__(self) -> str:
-        """The case as titles and labels name it."""
+        """The problem as titles and labels name it."""
         extra = {
             f"window {self.window}": self.window is not None,
             f"cap {self.cap:g}" if self.cap else "": self.cap is not None,
@@ -91,15 +109,15 @@ def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> No
             raise ConfigError(f"bench attention: {argument}: expected some of {', '.join(known)}, got {name}")
 
 
-def make_cases(
+def make_problems(
     names: Sequence[str],
     batch: int = 4,
     length: int = 4096,
     heads: int = 32,
     kv_heads: int = 8,
     lengths: Sequence[int] | None = None,
-) -> list[Case]:
-    """The cases of the table.
+) -> list[Problem]:
+    """The problems of the table.
 
     Args:
         names: of `NAMES`.
@@ -132,7 +150,7 @@ def make_cases(
         "d64": short_row | {"size": 64},
         "d256": short_row | {"size": 256, "heads": heads // 2},
     }
-    return [Case(name, **table[name]) for name in names]
+    return [Problem(name, **table[name]) for name in names]
 
 
 def chat_lengths(tokens: int, most: int, seed: int = 0) -> list[int]:
@@ -189,41 +207,44 @@ def packed(lengths: Sequence[int], batch: int, row: int, seed: int = 0) -> tuple
     return tuple(tuple(int(cut[item]) for item in bins[index]) for index in chosen)
 
 
-def segment_ids(case: Case) -> Int32[np.ndarray, "B S"] | None:
+def segment_ids(problem: Problem) -> Int32[np.ndarray, "B S"] | None:
     """The document of each token, from 1; 0 is padding. None where a row is one document."""
-    if case.documents is None:
+    if problem.documents is None:
         return None
-    ids = np.zeros((case.batch, case.length), np.int32)
-    for row, lengths in zip(ids, case.documents, strict=True):
+    ids = np.zeros((problem.batch, problem.length), np.int32)
+    for row, lengths in zip(ids, problem.documents, strict=True):
         row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return ids
 
 
-def make_arrays(case: Case, dtype: DTypeLike, count: int = 1) -> list[dict[str, Any]]:
+def make_arrays(problem: Problem, dtype: DTypeLike, count: int = 1) -> list[dict[str, Any]]:
     """Random q, k, v and a cotangent of the output, `count` times; arrays of documents and sinks, the same each time.
 
     Args:
-        case: of the table.
+        problem: of a table.
         dtype: of the arrays.
         count: how many.
     """
     shared: dict[str, Any] = {}
-    ids = segment_ids(case)
-    if ids is not None and case.documents is not None:
+    ids = segment_ids(problem)
+    if ids is not None and problem.documents is not None:
         shared["ids"] = jnp.asarray(ids)
-        most = max(map(len, case.documents))
+        most = max(map(len, problem.documents))
         shared["ranges"] = jax.jit(partial(segment_ranges, max_documents=most))(shared["ids"])
-    if case.sinks:
-        shared["sinks"] = jax.random.normal(jax.random.key(1), (case.heads,))
-    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
+    if problem.sinks:
+        shared["sinks"] = jax.random.normal(jax.random.key(1), (problem.heads,))
+    value_size, keys = problem.value_size or problem.size, problem.keys or problem.length
+    shapes = {
+        "q": (problem.batch, problem.length, problem.heads, problem.size),
+        "k": (problem.batch, keys, problem.kv_heads, problem.size),
+        "v": (problem.batch, keys, problem.kv_heads, value_size),
+        "dout": (problem.batch, problem.length, problem.heads, value_size),
+    }
 
     @jax.jit
     def draw(key):
-        keys = jax.random.split(key, 4)
-        return {
-            name: jax.random.normal(key, (case.batch, case.length, number, case.size), dtype)
-            for key, (name, number) in zip(keys, heads.items(), strict=True)
-        }
+        drawn = zip(jax.random.split(key, 4), shapes.items(), strict=True)
+        return {name: jax.random.normal(own, shape, dtype) for own, (name, shape) in drawn}
 
     return [draw(key) | shared for key in jax.random.split(jax.random.key(0), count)]
 

@@ -1,12 +1,11 @@
 """The contenders: this project's implementations and the attention kernels of JAX and tokamax.
 
-A contender turns a case into a function of its arrays, or raises the reason why it cannot. Work that a kernel leaves to
-its user (repeated key heads, the scale) is timed with it.
+A contender turns a problem into a function of its arrays, or raises the reason why it cannot. Work that a kernel leaves
+to its user (repeated key heads, the scale) is timed with it.
 """
 
 import importlib
 import importlib.util
-import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,87 +15,86 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fastjax.bench.attention.cases import Case
+from fastjax.bench.attention.cases import Problem
 from pallas_kernels import compat
 from pallas_kernels.attention import attention
-
-_LONGEST_REASON = 160
 
 Attend = Callable[[dict[str, Any]], Array]
 
 
-def _ours(implementation: str, case: Case) -> Attend:
+def ours(implementation: str, problem: Problem) -> Attend:
+    """The attention of this project by one of its implementations, of the problem's arrays."""
+
     def attend(arrays: dict[str, Any]) -> Array:
         return attention(
             arrays["q"],
             arrays["k"],
             arrays["v"],
             segment_ranges=arrays.get("ranges"),
-            sliding_window=case.window,
-            logits_soft_cap=case.cap,
             sinks=arrays.get("sinks"),
             implementation=implementation,
+            **problem.options,
         )
 
     return attend
 
 
-def _refuse(case: Case, whose: str, *, documents: bool) -> None:
-    """Raise where JAX's kernels lack a feature of the case."""
+def _refuse(problem: Problem, whose: str, *, documents: bool) -> None:
+    """Raise where JAX's kernels lack a feature of the problem."""
     asked = {
-        "no sliding window": case.window is not None,
-        "no soft cap": case.cap is not None,
-        "no sinks": case.sinks,
-        "no documents": documents and case.documents is not None,
+        "no sliding window": problem.window is not None,
+        "no soft cap": problem.cap is not None,
+        "no sinks": problem.sinks,
+        "no documents": documents and problem.documents is not None,
     }
     for what, wanted in asked.items():
         if wanted:
             raise NotImplementedError(f"{whose} has {what}")
 
 
-def _jax_triton(case: Case) -> Attend:
+def _jax_triton(problem: Problem) -> Attend:
     """jax.experimental.pallas.ops.gpu.attention; it takes as many key heads as query heads."""
-    _refuse(case, "JAX's Triton kernel", documents=False)
+    _refuse(problem, "JAX's Triton kernel", documents=False)
     compat.silence_triton_deprecation()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # jax 0.11 points to tokamax
         from jax.experimental.pallas.ops.gpu import attention as kernels
 
-    block = 64 if case.size > 128 else 128
+    block = 64 if problem.size > 128 else 128
     blocks = kernels.BlockSizes(block, block, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32)
 
     def attend(arrays: dict[str, Any]) -> Array:
-        k, v = (jnp.repeat(arrays[name], case.heads // case.kv_heads, axis=2) for name in ("k", "v"))
+        k, v = (jnp.repeat(arrays[name], problem.heads // problem.kv_heads, axis=2) for name in ("k", "v"))
         return kernels.mha(
-            arrays["q"], k, v, arrays.get("ids"), sm_scale=case.size**-0.5, causal=True, block_sizes=blocks
+            arrays["q"], k, v, arrays.get("ids"), sm_scale=problem.size**-0.5, causal=True, block_sizes=blocks
         )
 
     return attend
 
 
-def _jax_mosaic(case: Case) -> Attend:
+def _jax_mosaic(problem: Problem) -> Attend:
     """jax.experimental.pallas.ops.gpu.attention_mgpu; it does not scale the logits."""
     kernels = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    _refuse(case, "JAX's Mosaic kernel", documents=True)
+    _refuse(problem, "JAX's Mosaic kernel", documents=True)
     blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
     config = kernels.TuningConfig(
-        block_q=64, block_kv=64 if case.size > 128 else 128, max_concurrent_steps=2, causal=True, **blocks
+        block_q=64, block_kv=64 if problem.size > 128 else 128, max_concurrent_steps=2, causal=True, **blocks
     )
 
     def attend(arrays: dict[str, Any]) -> Array:
         if arrays["q"].dtype != jnp.float16:
             raise NotImplementedError(f"JAX's Mosaic kernel takes float16 alone, not {arrays['q'].dtype}")
-        q = arrays["q"] * jnp.asarray(case.size**-0.5, arrays["q"].dtype)
+        q = arrays["q"] * jnp.asarray(problem.size**-0.5, arrays["q"].dtype)
         return kernels.attention(q, arrays["k"], arrays["v"], config)
 
     return attend
 
 
-def _tokamax(case: Case) -> Attend:
+def _tokamax(problem: Problem) -> Attend:
     if importlib.util.find_spec("tokamax") is None:
         raise NotImplementedError("tokamax is not installed")
     tokamax = importlib.import_module("tokamax")
-    if case.sinks:
+    if problem.sinks:
         raise NotImplementedError("tokamax's attention has no sinks")
 
     def attend(arrays: dict[str, Any]) -> Array:
@@ -108,21 +106,21 @@ def _tokamax(case: Case) -> Attend:
             arrays["v"],
             mask=mask,
             is_causal=True,
-            local_window_size=None if case.window is None else (case.window - 1, 0),
-            logits_soft_cap=case.cap,
+            local_window_size=None if problem.window is None else (problem.window - 1, 0),
+            logits_soft_cap=problem.cap,
         )
 
     return attend
 
 
-CONTENDERS: dict[str, Callable[[Case], Attend]] = {
-    "mosaic": partial(_ours, "mosaic"),
-    "cudnn": partial(_ours, "cudnn"),
-    "triton": partial(_ours, "triton"),
+CONTENDERS: dict[str, Callable[[Problem], Attend]] = {
+    "mosaic": partial(ours, "mosaic"),
+    "cudnn": partial(ours, "cudnn"),
+    "triton": partial(ours, "triton"),
     "jax_mosaic": _jax_mosaic,
     "jax_triton": _jax_triton,
     "tokamax": _tokamax,
-    "xla": partial(_ours, "xla"),
+    "xla": partial(ours, "xla"),
 }
 
 
@@ -146,12 +144,3 @@ def both(attend: Attend) -> Callable[[dict[str, Any]], tuple[Array, ...]]:
         return out, *vjp(arrays["dout"])
 
     return run
-
-
-def why(error: Exception) -> str:
-    """The reason why a contender does not run, in a line."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    refused = re.fullmatch(
-        r"attention.*: implementation '\w+' cannot serve this call: (.*) \(pass implementation.*", words
-    )
-    return (refused[1] if refused else words)[:_LONGEST_REASON]

@@ -1,8 +1,8 @@
 """The block sizes of the attention kernels, measured: every kernel, by head size and kind of mask, all candidates.
 
-Each candidate is compiled and timed as in `fastjax.bench.timing`, by turns with the others; one that cannot be compiled
-or run is passed over. A gain of less than a hundredth does not count: the kernel's own guess then stays. Winners are
-kept in the cache of `pallas_kernels.autotune` as soon as they are known, and may be written as the table to ship.
+Each candidate is compiled and timed by turns with the others; one that cannot be compiled or run is passed over. A gain
+of less than a hundredth does not count: the kernel's own guess then stays. Winners are kept in the cache of
+`pallas_kernels.autotune` as soon as they are known, and may be written as the table to ship.
 """
 
 import dataclasses
@@ -19,10 +19,8 @@ import numpy as np
 from jax import Array
 from rich.console import Console
 
-from fastjax.bench.attention.cases import Case, chat_lengths, check_names, make_arrays, packed
-from fastjax.bench.attention.contenders import why
-from fastjax.bench.results import make_table, show
-from fastjax.bench.timing import Program, Timing, compile_all, measure
+from fastjax.bench.attention.cases import Problem, chat_lengths, check_names, make_arrays, packed
+from fastjax.bench.tables import Case, Row, measure, number, print_rows, word
 from fastjax.errors import ConfigError
 from pallas_kernels import autotune, dispatch
 from pallas_kernels.attention import mosaic_sm90, triton
@@ -67,7 +65,7 @@ class TuneCase:
 
 
 class Job(NamedTuple):
-    """A kernel in a case.
+    """A kernel in a problem.
 
     Attributes:
         kernel: the kernel.
@@ -105,9 +103,9 @@ def run(given: TuneCase | None = None, ship: Path | None = None, console: Consol
     found: dict[tuple[Kernel, str], Any] = {}
     for size in given.sizes:
         for kind in given.kinds:
-            case = _case(given, size, kind)
-            arguments = _arguments(case, given.dtype)
-            jobs = _jobs(given, case, arguments)
+            problem = _problem(given, size, kind)
+            arguments = _arguments(problem, given.dtype)
+            jobs = _jobs(given, problem, arguments)
             found |= fastest(jobs, arguments, given.rounds, console)
             if ship is not None and found:  # the results so far, in case the rest is cut off
                 autotune.ship(ship, found, made)
@@ -133,46 +131,37 @@ def fastest(
     Returns:
         (kernel, facts) → block sizes, without jobs whose candidates all fail.
     """
-    programs = {
-        (place, index): Program(f"job{place}_{index}", partial(job.run, config), arguments, 1)
+    cases = [
+        Case({"job": place, "index": index}, partial(job.run, config), arguments)
         for place, job in enumerate(jobs)
         for index, config in enumerate(job.candidates)
-    }
-    compiled: dict[str, Any] = dict(compile_all(list(programs.values())))
-    for name, function in compiled.items():
-        if not isinstance(function, Exception):
-            try:
-                jax.block_until_ready(function(*arguments))
-            except jax.errors.JaxRuntimeError as error:
-                compiled[name] = error
+    ]
+    rows = measure(cases, rounds, "microseconds")
     found: dict[tuple[Kernel, str], Any] = {}
     for place, job in enumerate(jobs):
-        own = [program for (owner, _), program in programs.items() if owner == place]
-        ready = [program for program in own if not isinstance(compiled[program.name], Exception)]
-        timings = measure(ready, rounds, compiled) if ready else {}
-        results = [timings[one.name] if one.name in timings else compiled[one.name] for one in own]
-        best = _winner([result.median if isinstance(result, Timing) else None for result in results])
-        _show(console, job, results, best)
+        own = [row for row in rows if row["job"] == place]
+        best = _winner([row["microseconds"] for row in own])
+        _show(console, job, own, best)
         if best is not None:
             found[job.kernel, job.facts] = job.candidates[best]
             autotune.keep(job.kernel, job.facts, job.candidates[best])
     return found
 
 
-def _winner(seconds: Sequence[float | None]) -> int | None:
+def _winner(times: Sequence[float | None]) -> int | None:
     """The fastest, or the first where the fastest gains less than a hundredth; None where none runs."""
-    ran = [index for index, value in enumerate(seconds) if value is not None]
+    ran = [index for index, value in enumerate(times) if value is not None]
     if not ran:
         return None
-    best = min(ran, key=lambda index: seconds[index] or 0.0)
-    guess = seconds[0]
-    return 0 if guess is not None and (seconds[best] or 0.0) > _GAIN * guess else best
+    best = min(ran, key=lambda index: times[index] or 0.0)
+    guess = times[0]
+    return 0 if guess is not None and (times[best] or 0.0) > _GAIN * guess else best
 
 
-def _case(given: TuneCase, size: int, kind: str) -> Case:
+def _problem(given: TuneCase, size: int, kind: str) -> Problem:
     heads = given.heads // 2 if size >= 192 else given.heads
     lengths = chat_lengths(given.batch * given.seq, given.seq)
-    return Case(
+    return Problem(
         kind,
         given.batch,
         given.seq,
@@ -185,27 +174,27 @@ def _case(given: TuneCase, size: int, kind: str) -> Case:
     )
 
 
-def _arguments(case: Case, dtype: str) -> tuple[Any, ...]:
+def _arguments(problem: Problem, dtype: str) -> tuple[Any, ...]:
     """q, k, v, mask, and for the backward pass lse, delta and dout."""
-    (arrays,) = make_arrays(case, dtype)
+    (arrays,) = make_arrays(problem, dtype)
     mask = Mask(arrays.get("ranges"), None, None, jnp.zeros(1, jnp.int32))
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     # Statistics that keep the weights finite; speed does not depend on them.
-    lse = jnp.full((case.batch, case.heads, case.length), np.log(case.length), jnp.float32)
+    lse = jnp.full((problem.batch, problem.heads, problem.length), np.log(problem.length), jnp.float32)
     return q, k, v, mask, lse, jnp.zeros_like(lse), dout
 
 
-def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
-    options = Options(case.size**-0.5, True, case.window, case.cap, 0.0, 0)
-    documents = case.documents is not None
-    grouped = case.heads // case.kv_heads % 2 == 0
-    about = facts(given.dtype, case.size, case.size, options, documents=documents, grouped=grouped)
+def _jobs(given: TuneCase, problem: Problem, arguments: tuple[Any, ...]) -> list[Job]:
+    options = Options(problem.size**-0.5, True, problem.window, problem.cap, 0.0, 0)
+    documents = problem.documents is not None
+    grouped = problem.heads // problem.kv_heads % 2 == 0
+    about = facts(given.dtype, problem.size, problem.size, options, documents=documents, grouped=grouped)
     q, k, v = arguments[:3]
     jobs = []
     for name in given.implementations:
         module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
         if module.why_not(Call(dispatch.target(), q, k, v, options, documents=documents)) is None:
-            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents, grouped)]
+            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(problem.size, options, documents, grouped)]
     return jobs
 
 
@@ -252,14 +241,10 @@ def _triton(size: int, options: Options, documents: bool, grouped: bool) -> list
     ]
 
 
-def _show(console: Console, job: Job, results: Sequence[Timing | Exception], best: int | None) -> None:
-    table = make_table(f"{job.kernel.name} · {job.facts}", ("",), ("µs", "over the guess", ""))
-    guess, reasons = results[0], []
-    for index, (config, result) in enumerate(zip(job.candidates, results, strict=True)):
-        words = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
-        if isinstance(result, Exception):
-            reasons.append((words, why(result)))
-            continue
-        ratio = f"{result.median / guess.median:.3f}" if isinstance(guess, Timing) else ""
-        table.add_row(words, f"{result.median * 1e6:,.1f}", ratio, "kept" if index == best else "")
-    show(console, table, reasons)
+def _show(console: Console, job: Job, rows: list[Row], best: int | None) -> None:
+    for row, config in zip(rows, job.candidates, strict=True):
+        row["blocks"] = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
+        row["over"] = row["microseconds"] and rows[0]["microseconds"] and row["microseconds"] / rows[0]["microseconds"]
+        row["kept"] = "kept" if row["index"] == best else ""
+    numbers = {"µs": number("microseconds", ",.1f"), "over the guess": number("over", ".3f"), "": word("kept")}
+    print_rows(console, f"{job.kernel.name} · {job.facts}", rows, {"": word("blocks")}, numbers)

@@ -27,11 +27,11 @@ from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.quantize import quantize
 from fastjax.bench.model_folder import make_model
-from fastjax.bench.nf4_torch import import_module
 from fastjax.bench.step.build import adapted_modules, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.bench.step.presets import preset_config
+from fastjax.bench.torch_peers import import_module
 from fastjax.training.flops import matrix_parameters, step_flops
 
 _SHARD_BYTES = 4 * 2**30

@@ -21,7 +21,7 @@ from fastjax.bench.step.first_loss import with_equal_first_losses
 from fastjax.bench.step.measure import StepResult, check, measure
 from fastjax.bench.step.mesh import check_meshes
 from fastjax.bench.step.small import reference_step, small_step
-from fastjax.bench.step.table import Line, Measured, linear_shares, markdown, print_results, summary
+from fastjax.bench.step.table import Line, Measured, draw, markdown, print_results, summary, with_shares
 from fastjax.errors import TrainingError
 
 #: What each row of the JSON file has beside its case and result.
@@ -106,9 +106,9 @@ def _tell(console: Console, measured: Measured, output: Path | None, about: Abou
 
 def _json(measured: Measured, about: About) -> bytes:
     rows = []
-    for line, share in zip(measured, linear_shares(measured), strict=True):
+    for line in with_shares(measured):
         case = dataclasses.asdict(line.case) | {"mesh": line.case.where, "devices": line.case.devices}
-        figures = {"tokens_per_second_per_device": line.per_device, "share_of_linear": share}
+        figures = {"tokens_per_second_per_device": line.per_device, "share_of_linear": line.share}
         rows.append({"by": line.by} | about | case | dataclasses.asdict(line.result) | figures)
     return (json.dumps(rows, indent=1) + "\n").encode()
 
@@ -118,7 +118,5 @@ def _markdown(measured: Measured) -> bytes:
 
 
 def _png(measured: Measured) -> bytes:
-    from fastjax.bench.step.plot import draw
-
     case, result = measured[0].case, measured[0].result
     return draw(measured, f"Step · {case.model} · {case.trained} · {result.device} · jax {result.jax}")

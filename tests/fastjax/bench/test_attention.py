@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fastjax.bench.attention import accuracy, plot, speed, tune
+from fastjax.bench import tables
+from fastjax.bench.attention import accuracy, speed, tune
 from fastjax.bench.attention.cases import (
     NAMES,
-    Case,
+    Problem,
     chat_lengths,
     make_arrays,
-    make_cases,
+    make_problems,
     packed,
     read_lengths,
     segment_ids,
 )
-from fastjax.bench.attention.contenders import CONTENDERS, why
-from fastjax.bench.attention.speed import SpeedCase, SpeedResult
+from fastjax.bench.attention.contenders import CONTENDERS
+from fastjax.bench.attention.speed import SpeedCase
+from fastjax.bench.tables import why
 from fastjax.bench.timing import Timing
 from fastjax.errors import ConfigError
 from pallas_kernels import autotune
@@ -35,7 +37,7 @@ DOCUMENTS = ((5, 1, 20), (32,))
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_the_work_is_that_of_the_pairs_that_the_mask_leaves(window, documents):
-    case = Case("one", 2, 32, 4, 2, 64, window=window, documents=documents)
+    case = Problem("one", 2, 32, 4, 2, 64, window=window, documents=documents)
     ids = segment_ids(case)
     ids = np.ones((2, 32), np.int32) if ids is None else ids
     place = np.arange(32)
@@ -47,7 +49,7 @@ def test_the_work_is_that_of_the_pairs_that_the_mask_leaves(window, documents):
 
 
 def test_cases_have_the_shapes_that_their_names_say():
-    cases = {case.name: case for case in make_cases(NAMES)}
+    cases = {case.name: case for case in make_problems(NAMES)}
     assert (cases["short"].length, cases["long"].length, cases["window"].window) == (4096, 8192, 1024)
     assert cases["documents"].documents == ((512,) * 8,) * 4
     assert [str(cases[name]) for name in ("window", "cap", "d256")] == [
@@ -56,7 +58,7 @@ def test_cases_have_the_shapes_that_their_names_say():
     rows = cases["packed"].documents
     assert rows is not None and len(rows) == 4
     assert all(0.9 * 8192 < sum(row) <= 8192 for row in rows)
-    for case in make_cases(NAMES, **TINY):
+    for case in make_problems(NAMES, **TINY):
         (arrays,) = make_arrays(case, "float32")
         assert arrays["q"].shape == (case.batch, case.length, case.heads, case.size)
         assert ("ranges" in arrays, "sinks" in arrays) == (case.documents is not None, case.sinks)
@@ -87,7 +89,7 @@ def test_too_few_lengths_and_heads_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="expected documents for 3 rows of 32 tokens, got 12 tokens"):
         packed([5, 7], 3, 32)
     with pytest.raises(ConfigError, match="heads divisible by twice kv_heads, .* got 6, 4 and 32"):
-        make_cases(["short"], 1, 32, 6, 4)
+        make_problems(["short"], 1, 32, 6, 4)
 
 
 def test_tables_and_files_of_speed(tmp_path):
@@ -97,18 +99,18 @@ def test_tables_and_files_of_speed(tmp_path):
     console = Console(record=True, width=160)
     lines = speed.run(given, tmp_path / "speed.json", tmp_path / "speed.png", console)
     assert len(lines) == 3 * 2 * 3
-    by = {(line.case, line.direction, line.implementation): line for line in lines}
+    by = {(line["case"], line["direction"], line["implementation"]): line for line in lines}
     for case, direction in (("short", "forward"), ("documents", "both"), ("sinks", "both")):
         line = by[case, direction, "xla"]
-        (found,) = make_cases([case], 2, 32, 4, 2)
-        assert line.milliseconds is not None and line.teraflops_per_second is not None
-        assert line.teraflops_per_second == pytest.approx(found.operations(direction) / line.milliseconds / 1e9)
+        (found,) = make_problems([case], 2, 32, 4, 2)
+        rate = found.operations(direction) / line["milliseconds"] / 1e9
+        assert line["teraflops_per_second"] == pytest.approx(rate)
     dense, masked = by["short", "forward", "xla"], by["documents", "forward", "xla"]
-    assert dense.milliseconds and masked.milliseconds and dense.share is None
+    assert dense["share"] is None
     left = 8 * (4 * 5 / 2) / (32 * 33 / 2)  # eight documents of four tokens in place of one of 32
-    assert masked.share == pytest.approx(masked.milliseconds / (dense.milliseconds * left))
-    assert "need an NVIDIA GPU" in str(by["short", "both", "triton"].reason)
-    assert by["sinks", "forward", "jax_mosaic"].reason == "JAX's Mosaic kernel has no sinks"
+    assert masked["share"] == pytest.approx(masked["milliseconds"] / (dense["milliseconds"] * left))
+    assert "need an NVIDIA GPU" in by["short", "both", "triton"]["reason"]
+    assert by["sinks", "forward", "jax_mosaic"]["reason"] == "JAX's Mosaic kernel has no sinks"
     saved = json.loads((tmp_path / "speed.json").read_text())
     assert len(saved["results"]) == len(lines) and len(saved["documents"]["documents"][0]) == 8
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
@@ -116,25 +118,25 @@ def test_tables_and_files_of_speed(tmp_path):
 
 
 def test_speed_beside_cudnns():
-    (case,) = make_cases(["short"], **TINY)
-    found = {
-        f"short_{name}_{direction}": Timing(seconds, seconds, seconds, "kernels")
-        for name, seconds in (("mosaic", 0.002), ("cudnn", 0.003))
-        for direction in speed.DIRECTIONS
-    }
-    lines = speed._compared(case, ("mosaic", "cudnn"), found, [case], [])
-    assert [line.times_cudnn for line in lines] == [1.5, 1.0] * 2
+    rows = [
+        {"case": "short", "direction": "forward", "implementation": name, "milliseconds": time}
+        for name, time in (("mosaic", 2.0), ("cudnn", 3.0))
+    ]
+    labels, figure = speed.BENCH.beside["times_cudnn"]
+    assert labels(rows[0]).items() <= rows[1].items()
+    assert [figure(row, rows[1]) for row in rows] == [1.5, 1.0]
 
 
 def test_a_picture_has_a_bar_for_every_time():
-    lines = [SpeedResult("short", "4×4096", "both", name, 1.0, 1.0, 1.0, 5e2) for name in ("mosaic", "cudnn")]
-    lines.append(SpeedResult("short", "4×4096", "both", "tokamax", reason="not installed"))
-    assert plot.draw(lines, "title").startswith(b"\x89PNG")
+    row = {"case": "short", "title": "4×4096", "direction": "both", "teraflops_per_second": 5e2, "reason": None}
+    lines = [row | {"implementation": name} for name in ("mosaic", "cudnn")]
+    lines.append(row | {"implementation": "tokamax", "teraflops_per_second": None, "reason": "not installed"})
+    assert speed.draw(lines, "title").startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["jax_triton", "jax_mosaic", "tokamax"])
 def test_what_other_kernels_lack_is_said(name):
-    (case,) = make_cases(["sinks"], **TINY)
+    (case,) = make_problems(["sinks"], **TINY)
     with pytest.raises(NotImplementedError, match="sinks|not installed"):
         CONTENDERS[name](case)
 
@@ -152,34 +154,34 @@ def test_errors_beside_float64(tmp_path):
     console = Console(record=True, width=160)
     shapes = ("length 1", "documents", "cap, sinks, window", "S=333 T=512 offset 64")
     lines = accuracy.run(("xla", "triton"), shapes, output=tmp_path / "accuracy.json", console=console)
-    assert [line.reason is None for line in lines] == [True, False] * 4
+    assert [line["reason"] is None for line in lines] == [True, False] * 4
     for line in lines[::2]:
-        assert not line.faults and line.beside == "xla"
-        assert max(line.errors) < 5e-3  # two or three roundings of 2⁻⁹
-    assert lines[0].ratios[1] is None and lines[0].ratios[3] == 1.0
+        assert not line["faults"] and line["beside"] == "xla"
+        assert max(line["errors"]) < 5e-3  # two or three roundings of 2⁻⁹
+    assert lines[0]["ratios"][1] is None and lines[0]["ratios"][3] == 1.0
     assert len(json.loads((tmp_path / "accuracy.json").read_text())["results"]) == len(lines)
     assert "all within 1.2 times" in console.export_text()
 
 
 def test_faults_are_found():
-    shape = accuracy.Shape(4, batch=2, documents=((3,), ()))
+    shape = Problem("", 2, 4, 4, 2, documents=((3,), ()))
     exact = [np.ones((2, 4)), np.zeros((2, 4)), np.ones((2, 4)), np.ones((2, 4))]
-    padding = accuracy._ids(shape) == 0
+    padding = segment_ids(shape) == 0
     for array in exact:
         array[padding] = 0.0
     close = [array * 1.001 for array in exact]
     found = {"exact": exact, "cudnn": NotImplementedError("no"), "xla": close, "good": close}
     found["bad"] = [exact[0] * 1.01, exact[1] + 0.1, np.where(padding, 1e-6, close[2]), np.full((2, 4), np.nan)]
-    good, bad = accuracy._lines("shape", shape, found, ("good", "bad"), "bfloat16")
-    assert good.faults == () and good.ratios == pytest.approx((1.0, None, 1.0, 1.0))
-    assert bad.faults == (
+    good, bad = accuracy.compared("shape", shape, found, ("good", "bad"), "bfloat16")
+    assert good["faults"] == [] and good["ratios"] == pytest.approx([1.0, None, 1.0, 1.0])
+    assert bad["faults"] == [
         "out is above the bar",
         "dq is above the bar",
         "dq of padding is not zero",
         "dk of padding is not zero",
         "dv is not finite",
         "dv of padding is not zero",
-    )
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,17 +197,13 @@ def job(tmp_path, sizes, run):
 def test_the_fastest_block_sizes_that_run_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def run(config, x):
-        if config.size == 3:
-            raise ValueError("too large")
-        return x * config.size
+    def measured(programs, rounds):
+        found = (Timing(5.0, 0.0, 0.0, ""), ValueError("too large"), Timing(4.0, 0.0, 0.0, ""))
+        return dict(zip([one.name for one in programs], found, strict=True))
 
-    def measured(programs, rounds, compiled):
-        return {one.name: Timing(seconds, 0.0, 0.0, "") for one, seconds in zip(programs, (5.0, 4.0), strict=True)}
-
-    monkeypatch.setattr(tune, "measure", measured)
+    monkeypatch.setattr(tables.timing, "measure", measured)
     console = Console(record=True, width=160)
-    one = job(tmp_path, (1, 3, 2), run)
+    one = job(tmp_path, (1, 3, 2), lambda config, x: x)
     found = tune.fastest([one], (jnp.ones(4),), 2, console)
     assert found == {(one.kernel, "facts"): Blocks(2)}
     assert autotune.best(one.kernel, "facts", one.candidates) == Blocks(2)
@@ -232,7 +230,7 @@ def test_who_wins(seconds, winner):
 def test_every_kernel_is_tuned_on_its_card(monkeypatch):
     """The jobs of an H200: their candidates are traced, forward and backward, with the results expected."""
     given = tune.TuneCase(batch=1, seq=256, heads=4, kv_heads=2)
-    case = tune._case(given, 64, "documents")
+    case = tune._problem(given, 64, "documents")
     arguments = tune._arguments(case, "bfloat16")
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, platform="cuda")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):

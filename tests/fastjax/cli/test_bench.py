@@ -36,14 +36,10 @@ def test_loss(tmp_path, capsys):
     assert "head and loss · 2×64 tokens · 32×500 · float32" in capsys.readouterr().out
     lines = json.loads(output.read_text())["results"]
     expected = [("products", None, 32), ("loss", "xla", 32), ("products", None, 64), ("loss", "xla", 64)]
-    assert [(line["part"], line["implementation"], line["chunk"]) for line in lines[:-1]] == expected
-    floor, whole = lines[2:4]
+    assert [(line["part"], line["implementation"], line["chunk"]) for line in lines] == expected
+    floor, whole = lines[2:]
     assert whole["over_products"] == pytest.approx(whole["milliseconds"] - floor["milliseconds"])
     assert whole["temporary_bytes"] >= 64 * 500 * 4
-    rows = lines[-1]
-    assert rows["part"] == "rows" and rows["chunk"] == 64
-    if rows["gigabytes_per_second"] is not None:  # a fill may be as slow as fill and rows, where they take microseconds
-        assert rows["gigabytes_per_second"] == pytest.approx(2 * 64 * 500 * 4 / rows["milliseconds"] / 1e6)
     assert main(["bench", "loss", *size, "--chunks", "48"]) == 2
     assert "--chunks: expected parts of 2×64 tokens, all rows in each, got 48" in capsys.readouterr().err
 
@@ -56,7 +52,7 @@ def test_nf4(tmp_path, capsys):
     lines = json.loads(output.read_text())["results"]
     found = {(line["operation"], line["implementation"]) for line in lines}
     assert {("copy", "xla"), ("decode", "xla"), ("product", "xla"), ("product", "dense")} <= found
-    assert all(line["microseconds"] > 0 for line in lines)
+    assert all(line["microseconds"] > 0 for line in lines if line["reason"] is None)
 
 
 def test_attention(tmp_path, capsys):

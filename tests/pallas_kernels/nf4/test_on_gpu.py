@@ -1,5 +1,6 @@
 """Both kernels on the card, to the bit, on fresh random codes; the reference is numpy's."""
 
+import contextlib
 import functools
 
 import jax
@@ -130,9 +131,16 @@ def test_fused_products_decode_to_the_bit(named, rows, gradient, shape):
 
 def implementations_of_product(rows, shape, gradient):
     """The implementations of a product that serve on this card."""
-    from fastjax.bench.nf4 import available
+    from fastjax.bench.nf4 import IMPLEMENTATIONS, product_of
 
-    return available(shape, "bfloat16", rows, gradient)
+    spec, found = jax.ShapeDtypeStruct, []
+    x = spec((rows, shape[0 if gradient else 1]), jnp.bfloat16)
+    packed = spec((shape[0], shape[1] // 2), jnp.uint8), spec((shape[0], shape[1] // 64), jnp.float32)
+    for name in IMPLEMENTATIONS:
+        with contextlib.suppress(NotImplementedError):
+            jax.eval_shape(product_of(shape, name, gradient), x, *packed)
+            found.append(name)
+    return found
 
 
 def fused_product(x, codes, absmax, *, shape, gradient, named):

@@ -8,9 +8,8 @@ from rich.console import Console
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.bench.step.peers import cases_of
-from fastjax.bench.step.plot import draw
 from fastjax.bench.step.profile import summarize
-from fastjax.bench.step.table import Line, markdown, print_results
+from fastjax.bench.step.table import Line, draw, markdown, print_results
 from fastjax.bench.trace import Kernel
 from fastjax.parallel import MeshShape
 
