@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastjax.bench import timing
-from fastjax.bench.timing import Program, Timing
+from fastjax.bench.timing import Call, Timing
 from pallas_kernels import dispatch
 
 _LONGEST_REASON = 160
@@ -129,22 +129,17 @@ def measure(cases: Sequence[Case], rounds: int, unit: str = "milliseconds") -> l
     Returns:
         For each case its labels, its times and rates; without a time `reason` says why.
     """
-    programs = [
-        Program(f"case{number}", case.function, case.arguments, case.calls)
-        for number, case in enumerate(cases)
-        if case.arguments is not None and not isinstance(case.function, Exception)
-    ]
-    timings = timing.measure(programs, rounds)
-    rows = []
-    for number, case in enumerate(cases):
-        result = timings.get(f"case{number}", case.function)
-        if not isinstance(result, Timing | Exception):
-            try:
-                result = result(rounds)
-            except Exception as error:  # whatever another library raises
-                result = error
-        rows.append(_row(case, result, unit))
-    return rows
+    own = [case for case in cases if case.arguments is not None]
+    timings = iter(timing.measure([Call(case.function, case.arguments, case.calls) for case in own], rounds))
+    results = [next(timings) if case.arguments is not None else _of_another(case.function, rounds) for case in cases]
+    return [_row(case, result, unit) for case, result in zip(cases, results, strict=True)]
+
+
+def _of_another(timed: Timed | Exception, rounds: int) -> Timing | Exception:
+    try:
+        return timed if isinstance(timed, Exception) else timed(rounds)
+    except Exception as error:  # whatever another library raises
+        return error
 
 
 def _row(case: Case, result: Timing | Exception, unit: str) -> Row:
@@ -200,24 +195,6 @@ def number(names: str, form: str | Callable[[float], str], suffix: str = "") -> 
     return cell
 
 
-def make_table(title: str, words: Iterable[str], numbers: Iterable[str], caption: str | None = None) -> Table:
-    """A table without rows, close enough that eight or nine columns fit into a line of 80.
-
-    Args:
-        title: above it.
-        words: names of the first columns.
-        numbers: names of those that follow, aligned to the right.
-        caption: below it.
-    """
-    shape: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": 0}
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **shape)
-    for name in words:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def print_rows(
     console: Console,
     title: str,
@@ -229,6 +206,8 @@ def print_rows(
 ) -> None:
     """Print a table and, below it, why rows have no figure: each reason once.
 
+    Its columns are close enough that eight or nine fit into a line of 80.
+
     Args:
         console: where to.
         title: above it.
@@ -238,7 +217,11 @@ def print_rows(
         caption: below the table.
         reason: of a row without figures; None: it has some.
     """
-    table, missing = make_table(title, words, numbers, caption), {}
+    shape: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": 0}
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", **shape)
+    for name in (*words, *numbers):
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    missing: dict[tuple[str, str], None] = {}
     for row in rows:
         names = [cell(row) for cell in words.values()]
         if (why_not := reason(row)) is None:

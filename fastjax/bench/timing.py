@@ -11,6 +11,7 @@ because the profiler sees a command buffer as one.
 
 import concurrent.futures
 import functools
+import re
 import statistics
 import tempfile
 import time
@@ -23,22 +24,22 @@ import jax
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
 
 _WORKERS = 12
+#: Modules of the trace are so called, and numbered.
+_NAME = "measured_call_"
 
 
-class Program(NamedTuple):
+class Call(NamedTuple):
     """A function to be timed.
 
     Attributes:
-        name: a unique Python identifier.
         function: of `arguments`; it is jitted here.
         arguments: arrays on the device; to compile alone, their shapes suffice.
         calls: operations of the counted kind in a run.
     """
 
-    name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    calls: int
+    calls: int = 1
 
 
 class Timing(NamedTuple):
@@ -64,20 +65,20 @@ def timing_of(seconds: Sequence[float], source: str, temporary_bytes: int | None
     return Timing(statistics.median(seconds), min(seconds), max(seconds), source, temporary_bytes)
 
 
-def compile_all(programs: Sequence[Program]) -> dict[str, Callable[..., Any] | Exception]:
+def compile_all(calls: Sequence[Call]) -> list[Callable[..., Any] | Exception]:
     """Compile side by side.
 
     Args:
-        programs: the programs.
+        calls: the functions.
 
     Returns:
-        By name the compiled function, or why it cannot be compiled.
+        Each compiled, or why it cannot be.
     """
-    return side_by_side({program.name: functools.partial(_compile, program) for program in programs})
+    return side_by_side([functools.partial(_compile, number, call) for number, call in enumerate(calls)])
 
 
-def side_by_side(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """By name the result of each job, or its error; the jobs run in threads."""
+def side_by_side(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The result of each job, or its error; the jobs run in threads."""
 
     def attempt(job: Callable[[], Any]) -> Any:
         try:
@@ -86,74 +87,74 @@ def side_by_side(jobs: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
             return error
 
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
-        return dict(zip(jobs, pool.map(attempt, jobs.values()), strict=True))
+        return list(pool.map(attempt, jobs))
 
 
-def measure(programs: Sequence[Program], rounds: int = 9) -> dict[str, Timing | Exception]:
+def measure(calls: Sequence[Call], rounds: int = 9) -> list[Timing | Exception]:
     """Compile side by side, warm up, and time by turns.
 
     Args:
-        programs: the programs.
+        calls: the functions.
         rounds: how often each runs.
 
     Returns:
-        By name the time of one call of the program's operation, or why it cannot be compiled or run.
+        The time of one operation of each, or why it cannot be compiled or run.
     """
-    compiled: dict[str, Any] = compile_all(programs)
-    failed: dict[str, Exception] = {name: found for name, found in compiled.items() if isinstance(found, Exception)}
-    for program in programs:
+    found: list[Any] = compile_all(calls)
+    for number, (function, call) in enumerate(zip(found, calls, strict=True)):
         try:
-            for _ in range(0 if program.name in failed else 2):
-                jax.block_until_ready(compiled[program.name](*program.arguments))
+            for _ in range(0 if isinstance(function, Exception) else 2):
+                jax.block_until_ready(function(*call.arguments))
         except jax.errors.JaxRuntimeError as error:  # out of memory, or no kernel after all
-            failed[program.name] = error
-    programs = [program for program in programs if program.name not in failed]
-    kernels: dict[str, list[float]] = {}
-    if programs and jax.default_backend() == "gpu":
+            found[number] = error
+    ready = {
+        number: functools.partial(found[number], *call.arguments)
+        for number, call in enumerate(calls)
+        if not isinstance(found[number], Exception)
+    }
+    kernels: dict[int, list[float]] = {}
+    if ready and jax.default_backend() == "gpu":
         with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
             with jax.profiler.trace(folder):
-                wall = _run(programs, compiled, rounds)
+                wall = _run(ready, rounds)
             kernels = _kernel_seconds(Path(folder), rounds)
     else:
-        wall = _run(programs, compiled, rounds)
-    timings: dict[str, Timing | Exception] = dict(failed)
-    for program in programs:
-        source = "kernels" if program.name in kernels else "wall clock"
-        totals = (kernels if source == "kernels" else wall)[program.name]
-        plan = compiled[program.name].memory_analysis()
+        wall = _run(ready, rounds)
+    for number in ready:
+        source = "kernels" if number in kernels else "wall clock"
+        totals = (kernels if source == "kernels" else wall)[number]
+        plan = found[number].memory_analysis()
         planned = None if plan is None else plan.temp_size_in_bytes
-        timings[program.name] = timing_of([total / program.calls for total in totals], source, planned)
-    return timings
+        found[number] = timing_of([total / calls[number].calls for total in totals], source, planned)
+    return found
 
 
-def _compile(program: Program) -> Callable[..., Any]:
+def _compile(number: int, call: Call) -> Callable[..., Any]:
     def named(*arguments):
-        return program.function(*arguments)
+        return call.function(*arguments)
 
-    named.__name__ = program.name
+    named.__name__ = f"{_NAME}{number}"
     options: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
-    return jax.jit(named).lower(*program.arguments).compile(compiler_options=options)
+    return jax.jit(named).lower(*call.arguments).compile(compiler_options=options)
 
 
-def _run(
-    programs: Sequence[Program], compiled: Mapping[str, Callable[..., Any]], rounds: int
-) -> dict[str, list[float]]:
-    wall = {program.name: [] for program in programs}
+def _run(ready: Mapping[int, Callable[[], Any]], rounds: int) -> dict[int, list[float]]:
+    wall = {number: [] for number in ready}
     for _ in range(rounds):
-        for program in programs:
+        for number, run in ready.items():
             start = time.perf_counter()
-            jax.block_until_ready(compiled[program.name](*program.arguments))
-            wall[program.name].append(time.perf_counter() - start)
+            jax.block_until_ready(run())
+            wall[number].append(time.perf_counter() - start)
     return wall
 
 
-def _kernel_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds in which a kernel of the program ran, for each run; programs without a clear record are left out."""
-    kernels: dict[str, list[Kernel]] = {}
+def _kernel_seconds(folder: Path, rounds: int) -> dict[int, list[float]]:
+    """Seconds in which a kernel of the call ran, for each run; calls without a clear record are left out."""
+    kernels: dict[int, list[Kernel]] = {}
     for kernel in read_kernels(folder):
-        if kernel.module.startswith("jit_"):
-            kernels.setdefault(kernel.module.removeprefix("jit_"), []).append(kernel)
-    return {name: _busy(found, rounds) for name, found in kernels.items() if len(found) % rounds == 0}
+        if found := re.fullmatch(rf"jit_{_NAME}(\d+)", kernel.module):
+            kernels.setdefault(int(found[1]), []).append(kernel)
+    return {number: _busy(found, rounds) for number, found in kernels.items() if len(found) % rounds == 0}
 
 
 def _busy(kernels: list[Kernel], rounds: int) -> list[float]:

@@ -6,7 +6,9 @@ rounding (the gradient of a query that sees one key) is held to the rounding of 
 padding must give zeros, and nothing may be NaN or infinite. The exact results are computed on the device, in float64.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +81,11 @@ def run(
     # the others are compared with cuDNN and XLA
     wanted = ("exact", *dict.fromkeys((*implementations, "cudnn", "xla")))
     inputs = {name: make_arrays(SHAPES[name], dtype)[0] for name in shapes}
-    jobs = {
-        (name, who): lambda name=name, who=who: _compiled(SHAPES[name], who, inputs[name])
-        for name in shapes
-        for who in wanted
-    }
-    compiled, rows = side_by_side(jobs), []
+    jobs = list(itertools.product(shapes, wanted))
+    compiled = side_by_side([partial(_compiled, SHAPES[name], who, inputs[name]) for name, who in jobs])
+    functions, rows = dict(zip(jobs, compiled, strict=True)), []
     for name in shapes:
-        found = {who: _results(compiled[name, who], inputs[name], exact=who == "exact") for who in wanted}
+        found = {who: _results(functions[name, who], inputs[name], exact=who == "exact") for who in wanted}
         rows += compared(name, SHAPES[name], found, implementations, dtype)
     title = f"attention · error beside float64 · {dtype} · {dispatch.target()} · jax {jax.__version__}"
     caption = "error, then how many times cuDNN's, or of shapes with * XLA's"

@@ -49,22 +49,18 @@ def test_the_bytes_of_a_decode():
     assert nf4.decode_bytes((4096, 14336), "bfloat16") == 58720256 * 2.5 + 917504 * 4
 
 
-def test_programs_take_turns_and_are_divided_by_their_calls(monkeypatch):
-    programs = [timing.Program(name, lambda x: [x + 1] * 4, (jnp.zeros(8),), 4) for name in ("one", "another")]
+def test_calls_take_turns_and_are_divided_by_their_number(monkeypatch):
+    calls = [timing.Call(lambda x: [x + 1] * 4, (jnp.zeros(8),), 4)] * 2
     if jax.default_backend() == "cpu":
         clock = iter(range(100))
         monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-        measured = timing.measure(programs, rounds=3)
-        assert {name: found[:4] for name, found in measured.items()} == {
-            name: (0.25, 0.25, 0.25, "wall clock") for name in ("one", "another")
-        }
+        assert [found[:4] for found in timing.measure(calls, rounds=3)] == [(0.25, 0.25, 0.25, "wall clock")] * 2
 
 
-def test_programs_that_fail_do_not_stop_the_others():
+def test_calls_that_fail_do_not_stop_the_others():
     x = (jnp.zeros(8),)
-    programs = [timing.Program("bad", lambda x: x.reshape(7), x, 1), timing.Program("good", lambda x: x + 1, x, 1)]
-    measured = timing.measure(programs, rounds=1)
-    assert isinstance(measured["good"], timing.Timing) and isinstance(measured["bad"], TypeError)
+    bad, good = timing.measure([timing.Call(lambda x: x.reshape(7), x), timing.Call(lambda x: x + 1, x)], rounds=1)
+    assert isinstance(bad, TypeError) and isinstance(good, timing.Timing)
 
 
 def test_overlapping_kernels_count_once():
