@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fastjax.bench import torch_peers
+from fastjax.bench.lora import forward_and_backward
 from fastjax.bench.nf4 import packed_weights
 from fastjax.bench.tables import Bench, Case, number, word
 from fastjax.lora.experts import Arrays, Block, routed_experts
@@ -191,16 +192,13 @@ def _blocks(case: MoeCase) -> Iterator[Case]:
     settings = RouterSettings(shape.experts_per_token, normalize=True)
 
     def pass_of(block: Block):
-        def forward(x, matrices, router, gate_up, down):
+        def forward(matrices, frozen, x):
+            router, gate_up, down = frozen
             chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), settings)
             arrays = Arrays(gate_up, None, down, None, matrices)
             return routed_experts(block, x, chosen.weights, chosen.experts, arrays)
 
-        def both(x, matrices, router, gate_up, down, dout):
-            y, pullback = jax.vjp(lambda x, matrices: forward(x, matrices, router, gate_up, down), x, matrices)
-            return y, pullback(dout)
-
-        return both
+        return forward_and_backward(forward)
 
     flops = 3 * shape.flops  # gate and up, and half as much for down; forward and backward in x
     for rank in case.ranks:
@@ -214,21 +212,16 @@ def _blocks(case: MoeCase) -> Iterator[Case]:
             if rank
         }
         block = Block(shape.experts, "silu", None, *parts)
-        arguments = (x, matrices, router, gate_up, down, dout)
+        arguments = (matrices, (router, gate_up, down), x, dout)
         yield Case(_labels(shape, "block", f"r={rank}" if rank else "frozen"), pass_of(block), arguments, flops=flops)
 
-    def movement(x, router, y, dout):
-        """All of the block but its products: routing, the weighted sum, the gradients of both."""
+    def movement(y, router, x):
+        """All of the block but its products: routing and the weighted sum."""
+        chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), settings)
+        return combine(y, chosen.weights, sort_by_expert(chosen.experts, shape.experts))
 
-        def forward(x, y):
-            chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), settings)
-            return combine(y, chosen.weights, sort_by_expert(chosen.experts, shape.experts))
-
-        out, pullback = jax.vjp(forward, x, y)
-        return out, pullback(dout)
-
-    arguments = (x, router, draw(shape.rows, width), dout)
-    yield Case(_labels(shape, "routing and weighted sum", ""), movement, arguments)
+    arguments = (draw(shape.rows, width), router, x, dout)
+    yield Case(_labels(shape, "routing and weighted sum", ""), forward_and_backward(movement), arguments)
 
 
 BENCH = Bench(

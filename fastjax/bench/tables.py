@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
     Attributes:
         labels: what tells it from others, by the names of its JSON.
-        function: of `arguments`, or its own way of timing, or the reason why there is none.
+        function: of `arguments`; without these its own way of timing (`Timed`), or an Exception: why there is none.
         arguments: arrays on the device.
         calls: operations in a run.
         flops: of an operation; None: no rate.
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     """
 
     labels: Mapping[str, Any]
-    function: Callable[..., Any] | Exception
+    function: Any
     arguments: tuple[Any, ...] | None = None
     calls: int = 1
     flops: float | None = None
@@ -129,8 +129,8 @@ def measure(cases: Sequence[Case], rounds: int, unit: str = "milliseconds") -> l
     Returns:
         For each case its labels, its times and rates; without a time `reason` says why.
     """
-    own = [case for case in cases if case.arguments is not None]
-    timings = iter(timing.measure([Call(case.function, case.arguments, case.calls) for case in own], rounds))
+    own = [Call(case.function, case.arguments, case.calls) for case in cases if case.arguments is not None]
+    timings = iter(timing.measure(own, rounds))
     results = [next(timings) if case.arguments is not None else _of_another(case.function, rounds) for case in cases]
     return [_row(case, result, unit) for case, result in zip(cases, results, strict=True)]
 

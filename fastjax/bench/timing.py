@@ -65,7 +65,7 @@ def timing_of(seconds: Sequence[float], source: str, temporary_bytes: int | None
     return Timing(statistics.median(seconds), min(seconds), max(seconds), source, temporary_bytes)
 
 
-def compile_all(calls: Sequence[Call]) -> list[Callable[..., Any] | Exception]:
+def compile_all(calls: Sequence[Call]) -> list[Any]:
     """Compile side by side.
 
     Args:
@@ -100,7 +100,7 @@ def measure(calls: Sequence[Call], rounds: int = 9) -> list[Timing | Exception]:
     Returns:
         The time of one operation of each, or why it cannot be compiled or run.
     """
-    found: list[Any] = compile_all(calls)
+    found = compile_all(calls)
     for number, (function, call) in enumerate(zip(found, calls, strict=True)):
         try:
             for _ in range(0 if isinstance(function, Exception) else 2):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from rich.console import Console
 
 from fastjax.bench.attention.cases import Problem, chat_lengths, check_names, make_arrays, packed
@@ -24,7 +23,7 @@ from fastjax.bench.tables import Case, Row, measure, number, print_rows, word
 from fastjax.errors import ConfigError
 from pallas_kernels import autotune, dispatch
 from pallas_kernels.attention import mosaic_sm90, triton
-from pallas_kernels.attention.block_sizes import facts
+from pallas_kernels.attention.block_sizes import facts as facts_of
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90 import config as mosaic_config
@@ -185,60 +184,51 @@ def _arguments(problem: Problem, dtype: str) -> tuple[Any, ...]:
 
 
 def _jobs(given: TuneCase, problem: Problem, arguments: tuple[Any, ...]) -> list[Job]:
-    options = Options(problem.size**-0.5, True, problem.window, problem.cap, 0.0, 0)
-    documents = problem.documents is not None
-    grouped = problem.heads // problem.kv_heads % 2 == 0
-    about = facts(given.dtype, problem.size, problem.size, options, documents=documents, grouped=grouped)
-    q, k, v = arguments[:3]
-    jobs = []
+    size, documents = problem.size, problem.documents is not None
+    options = Options(size**-0.5, True, problem.window, problem.cap, 0.0, 0)
+    about: dict[str, bool] = {"documents": documents, "grouped": problem.heads // problem.kv_heads % 2 == 0}
+    facts = facts_of(given.dtype, size, size, options, **about)
+    guess = triton_config.triton_config(size, size, options, dispatch.target().compute_capability)
+    candidates = {
+        "mosaic": [
+            ("forward", mosaic_config.FORWARD, mosaic_config.forward_candidates(size, size, options, **about)),
+            ("dq", mosaic_config.DQ, mosaic_config.dq_candidates(size, size, options, **about)),
+            ("dkv", mosaic_config.DKV, mosaic_config.dkv_candidates(size, size, options)),
+        ],
+        "triton": [
+            (part, kernel, triton_config.candidates(part, getattr(guess, part)))
+            for part, kernel in triton_config.KERNELS.items()
+        ],
+    }
+    (q, k, v), jobs = arguments[:3], []
     for name in given.implementations:
-        module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
+        module = mosaic_sm90 if name == "mosaic" else triton
         if module.why_not(Call(dispatch.target(), q, k, v, options, documents=documents)) is None:
-            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(problem.size, options, documents, grouped)]
+            run = partial(_part, module, options, None if name == "mosaic" else guess)
+            jobs += [Job(kernel, facts, configs, partial(run, part)) for part, kernel, configs in candidates[name]]
     return jobs
 
 
-def _mosaic(size: int, options: Options, documents: bool, grouped: bool) -> list[tuple[Any, ...]]:
-    """(kernel, candidates, run) of the Hopper kernels; the compiler leaves out the backward kernel not asked for."""
+def _part(module: Any, options: Options, guess: Any, part: str, config: Any, *arguments: Any) -> Any:
+    """A part of attention with a candidate; the compiler leaves out the backward kernel not asked for.
 
-    def forward(config: Any, q, k, v, mask, *rest) -> Array:
-        return mosaic_sm90.forward(q, k, v, mask, None, None, options, config=config)[0]
-
-    def backward(chosen: slice, name: str, config: Any, q, k, v, mask, lse, delta, dout) -> tuple[Array, ...]:
-        found = mosaic_sm90.backward(q, k, v, mask, None, None, lse, delta, dout, options, **{name: config})
-        return found[chosen]
-
-    listed = mosaic_config
-    about: dict[str, bool] = {"documents": documents, "grouped": grouped}
-    return [
-        (listed.FORWARD, listed.forward_candidates(size, size, options, **about), forward),
-        (listed.DQ, listed.dq_candidates(size, size, options, **about), partial(backward, slice(0, 1), "dq")),
-        (listed.DKV, listed.dkv_candidates(size, size, options), partial(backward, slice(1, 3), "dkv")),
-    ]
-
-
-def _triton(size: int, options: Options, documents: bool, grouped: bool) -> list[tuple[Any, ...]]:
-    """(kernel, candidates, run) of the Triton kernels."""
-    del documents, grouped
-    guess = triton_config.triton_config(size, size, options, dispatch.target().compute_capability)
-
-    def forward(config: Any, q, k, v, mask, *rest) -> Array:
-        tiles = dataclasses.replace(guess, forward=config)
-        return triton.forward(q, k, v, mask, None, None, options, tiles)[0]
-
-    def backward(chosen: slice, name: str, config: Any, q, k, v, mask, lse, delta, dout) -> tuple[Array, ...]:
-        tiles = dataclasses.replace(guess, **{name: config})
-        return triton.backward(q, k, v, mask, None, None, lse, delta, dout, options, tiles)[chosen]
-
-    runs = {
-        "forward": forward,
-        "dq": partial(backward, slice(0, 1), "dq"),
-        "dkv": partial(backward, slice(1, 3), "dkv"),
-    }
-    return [
-        (kernel, triton_config.candidates(name, getattr(guess, name)), runs[name])
-        for name, kernel in triton_config.KERNELS.items()
-    ]
+    Args:
+        module: `mosaic_sm90` or `triton`.
+        options: of the call.
+        guess: Triton's block sizes of the other parts; None: each part of Mosaic has a setting of its own.
+        part: "forward", "dq" or "dkv".
+        config: the candidate.
+        *arguments: as `_arguments`.
+    """
+    q, k, v, mask, lse, delta, dout = arguments
+    if guess is None:
+        settings = {"config" if part == "forward" else part: config}
+    else:
+        settings = {"config": dataclasses.replace(guess, **{part: config})}
+    if part == "forward":
+        return module.forward(q, k, v, mask, None, None, options, **settings)[0]
+    found = module.backward(q, k, v, mask, None, None, lse, delta, dout, options, **settings)
+    return found[:1] if part == "dq" else found[1:3]
 
 
 def _show(console: Console, job: Job, rows: list[Row], best: int | None) -> None:

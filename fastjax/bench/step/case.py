@@ -1,7 +1,7 @@
 """The settings of a measurement, and named sets of them; no JAX."""
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastjax.errors import ConfigError
 
@@ -16,6 +16,9 @@ OPTIMIZERS = ("adamw", "adamw_16bit", "adamw_8bit")
 #: Those whose moments may lie in the host's memory.
 OFFLOADED = ("adamw", "adamw_8bit")
 PARAM_DTYPES = ("bfloat16", "float32")
+#: Dtype → times the rounding of bfloat16, as float16 has three bits more and float32 sixteen, and what is added for
+#: sums in another order.
+ROUNDING = {"bfloat16": (1.0, 0.0), "float16": (2.0**-3, 0.0), "float32": (2.0**-16, 1e-5)}
 #: What documents are made rows by: packing; one a row, padded to the row's tokens, or to the longest of the batch.
 FILLS = ("packed", "padded", "longest")
 
@@ -115,6 +118,17 @@ class StepCase:
     def step_rows(self) -> int:
         """Rows of all devices."""
         return self.batch * (1 if self.mesh is None else self.mesh.replicas)
+
+    def plain(self, **changes: Any) -> "StepCase":
+        """The same model and rows on one device, without what changes how a step computes but not what.
+
+        Args:
+            **changes: fields that are given other values.
+        """
+        settings: dict[str, Any] = {"batch": self.step_rows, "checkpointing": "", "layer_loop": "", "mesh": None}
+        settings |= {"attention": None, "mlp_chunk": None, "compiler_options": ()}
+        settings |= dict.fromkeys(("offload_embedding", "offload_layers", "offload_optimizer"), False)
+        return dataclasses.replace(self, **(settings | changes))
 
     @property
     def where(self) -> str:

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fastjax.bench.step.build import build_model, filled, first_state, make_batch, placed
-from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.case import ROUNDING, StepCase
 from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.small import reference_step
 from fastjax.data.batches import Batch
@@ -43,21 +43,6 @@ _FACTOR = 3.0
 #: Times their error with products in float8: its rounding, the same in both, is nearly all of it.
 _FACTOR_IN_FLOAT8 = 1.25
 _BFLOAT16_ROUNDING = 2.0**-9
-
-
-class _Allowance(NamedTuple):
-    """The error that a dtype is allowed: `times` bfloat16's, and `least` for sums in another order."""
-
-    times: float
-    least: float
-
-
-#: By the significant bits: float16 has three more than bfloat16, float32 sixteen.
-_ALLOWED = {
-    "bfloat16": _Allowance(1.0, 0.0),
-    "float16": _Allowance(2.0**-3, 0.0),
-    "float32": _Allowance(2.0**-16, 1e-5),
-}
 _B_DEVIATION = 0.02
 #: Keeps the gradients as its state and changes nothing.
 _RECORDER = optax.GradientTransformation(
@@ -157,7 +142,7 @@ def judged(found: _Outcome, reference: Reference, dtype: str) -> str | None:
         reference: of the step.
         dtype: of the step.
     """
-    bounds, off = _bounds(reference.rounded, _ALLOWED[dtype], reference.factor), reference.errors(found)
+    bounds, off = _bounds(reference.rounded, dtype, reference.factor), reference.errors(found)
     if vague := [name for name, bound in bounds.items() if not bound < 1]:
         return f"rounding to {dtype} alone makes another gradient of {', '.join(vague)}: it cannot be compared"
     wrong = [f"{name} by {off[name]:.1e} of {bound:.1e}" for name, bound in bounds.items() if not off[name] <= bound]
@@ -229,7 +214,7 @@ def _alone(layers: int) -> tuple[LayerStack, ...]:
     return tuple(LayerStack(index, 1, 1) for index in range(layers))
 
 
-def _bounds(rounded: Mapping[str, float], allowed: _Allowance, factor: float) -> dict[str, float]:
+def _bounds(rounded: Mapping[str, float], dtype: str, factor: float) -> dict[str, float]:
     """The allowed error of the loss and of each leaf, `factor` times those of the plain operations in bfloat16.
 
     Where these were lucky: as the same weight in the other layer, or as the median leaf; the loss as one rounding.
@@ -240,7 +225,8 @@ def _bounds(rounded: Mapping[str, float], allowed: _Allowance, factor: float) ->
         least = _BFLOAT16_ROUNDING if name == "loss" else median
         kind = _kind(name)
         largest[kind] = max(error, least, largest.get(kind, 0.0))
-    return {name: factor * allowed.times * largest[_kind(name)] + allowed.least for name in rounded}
+    times, least = ROUNDING[dtype]
+    return {name: factor * times * largest[_kind(name)] + least for name in rounded}
 
 
 def _kind(name: str) -> str:

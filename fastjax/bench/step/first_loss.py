@@ -5,11 +5,10 @@ rounding of intermediate results. A case that is off from half of its like or mo
 neither has, since none of them says which is right.
 """
 
-import dataclasses
 from collections.abc import Hashable
 
 from convert.model.config import ModelConfig
-from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.case import ROUNDING, StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.bench.step.presets import preset_config
 from fastjax.bench.step.table import OURS, Line, Measured
@@ -21,8 +20,6 @@ _ROUNDING, _TOKENS = 0.0032, 8192
 #: whose router chooses other experts. On a CPU, by two ways of rounding, a loss of 24 layers shaped as gpt-oss's is off
 #: by 0.0027 (root mean square), and in float8 one of 16 layers by 0.007 from float32.
 _AMPLIFIED = 8.0
-#: Of it by dtype, as the bits are more; and of the loss itself, for sums in another order.
-_OF_DTYPE = {"bfloat16": (1.0, 0.0), "float16": (2.0**-3, 0.0), "float32": (2.0**-16, 1e-5)}
 
 
 def with_equal_first_losses(measured: Measured) -> list[Line]:
@@ -46,22 +43,7 @@ def with_equal_first_losses(measured: Measured) -> list[Line]:
 
 def _begins(case: StepCase) -> Hashable:
     """Equal for cases that begin with the same loss."""
-    return dataclasses.replace(
-        case,
-        batch=case.step_rows,
-        mesh=None,
-        checkpointing="",
-        layer_loop="",
-        attention=None,
-        mlp_chunk=None,
-        compiler_options=(),
-        offload_embedding=False,
-        offload_layers=False,
-        offload_optimizer=False,
-        optimizer="",
-        steps=0,
-        warmup=0,
-    )
+    return case.plain(optimizer="", steps=0, warmup=0)
 
 
 def _equal(one: Line, other: Line) -> bool:
@@ -74,7 +56,7 @@ def _tolerance(line: Line) -> float:
     tokens = (result.tokens_per_second or 0) * (result.step_seconds or 0)
     config = ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights))
     amplified = config.moe is not None or case.base_compute is not None or case.qat is not None
-    times, least = _OF_DTYPE[result.dtype or "bfloat16"]
+    times, least = ROUNDING[result.dtype or "bfloat16"]
     rounding = _ROUNDING * max(1.0, (_TOKENS / tokens) ** 0.5) * (_AMPLIFIED if amplified else 1.0)
     return times * rounding + least * result.losses[0]
 

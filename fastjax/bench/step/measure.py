@@ -22,8 +22,7 @@ from fastjax.bench.step.build import build_model, filled, first_state, make_batc
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.check import Reference, fault_of, make_reference
 from fastjax.bench.step.mesh import open_case_mesh
-from fastjax.bench.step.profile import Profile, summarize
-from fastjax.bench.step.scopes import scopes
+from fastjax.bench.step.profile import Profile, scopes_of, summarize
 from fastjax.bench.trace import read_kernels
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
@@ -206,4 +205,4 @@ def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) 
         for _ in range(PROFILED):
             state, metrics = compiled(state, *others)
         jax.block_until_ready((state, metrics))
-    return summarize(read_kernels(folder), PROFILED, scopes(compiled.as_text()))
+    return summarize(read_kernels(folder), PROFILED, scopes_of(compiled.as_text()))

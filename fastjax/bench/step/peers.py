@@ -79,11 +79,9 @@ def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
     Args:
         cases: this project's; those of several devices have none.
     """
-    changes: dict[str, Any] = {"layer_loop": "", "attention": None, "compiler_options": (), "mlp_chunk": None}
-    changes |= dict.fromkeys(("offload_embedding", "offload_layers", "offload_optimizer"), False)
     alone = [case for case in cases if case.mesh is None]
     kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in alone]
-    return list(dict.fromkeys(dataclasses.replace(case, checkpointing=name, **changes) for name, case in kept))
+    return list(dict.fromkeys(case.plain(checkpointing=name) for name, case in kept))
 
 
 def measure_unsloth(case: StepCase) -> StepResult:

@@ -12,6 +12,9 @@ _LLAMA = {
     "mlp_bias": False,
     "initializer_range": 0.02,
     "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
 }
 _LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
 _QWEN3_MOE = {
@@ -33,72 +36,32 @@ _QWEN3_MOE = {
     "mlp_only_layers": [],
 }
 
+
+def _sized(base: dict[str, Any], sizes: tuple[int, int, int, int], **others: Any) -> dict[str, Any]:
+    """A family's config with the width of the model and of its MLP, its layers, and its query heads."""
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    return base | dict(zip(names, sizes, strict=True)) | others
+
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _LLAMA
-    | {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    },
-    "llama3.2-1b": _LLAMA3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_scaling": {
+    "tiny": _sized(_LLAMA, (128, 256, 2, 4), vocab_size=512, num_key_value_heads=2, head_dim=32, rope_theta=10000.0),
+    "llama3.2-1b": _sized(
+        _LLAMA3,
+        (2048, 8192, 16, 32),
+        head_dim=64,
+        tie_word_embeddings=True,
+        rope_scaling={
             "rope_type": "llama3",
             "factor": 32.0,
             "high_freq_factor": 4.0,
             "low_freq_factor": 1.0,
             "original_max_position_embeddings": 8192,
         },
-    },
-    "llama3-8b": _LLAMA3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "llama3-70b": _LLAMA3
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": _QWEN3_MOE
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "moe_intermediate_size": 768,
-    },
-    "qwen3-235b-a22b": _QWEN3_MOE
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "moe_intermediate_size": 1536,
-    },
+    ),
+    "llama3-8b": _sized(_LLAMA3, (4096, 14336, 32, 32)),
+    "llama3-70b": _sized(_LLAMA3, (8192, 28672, 80, 64)),
+    "qwen3-30b-a3b": _sized(_QWEN3_MOE, (2048, 6144, 48, 32), moe_intermediate_size=768),
+    "qwen3-235b-a22b": _sized(_QWEN3_MOE, (4096, 12288, 94, 64), moe_intermediate_size=1536),
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "hidden_act": "silu",

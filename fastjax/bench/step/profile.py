@@ -1,8 +1,11 @@
-"""Where the time of a step goes: kernels by kind, the longest ones by name, and the device's idle time.
+"""Where the time of a step goes: kernels by kind, by part of the model and by name, and the device's idle time.
 
 A kernel's name says its kind; the first pattern that it has counts. XLA names a fusion after what it computes, so
 fusions are told apart by the operations in their names. Where a device runs several kernels at once, the kinds' sum may
 exceed the busy time.
+
+XLA keeps the scopes under which JAX traced an instruction (`jax.named_scope`) in its metadata, a fusion those of its
+result; the trace names the instruction that a kernel is of.
 """
 
 import dataclasses
@@ -33,6 +36,17 @@ _KINDS = {
     "copying fusions": r"copy|transpose|dynamic.(update.)?slice|concatenate|wrapped_slice|broadcast",
     "element-wise": r"fusion|^loop_|^wrapped_|^input_",
     "other": "",
+}
+_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*? metadata=\{[^}]*?op_name="([^"]*)"', re.MULTILINE)
+#: Scope -> what it is called, from the innermost out.
+_PARTS = {
+    "optimizer": "optimizer",
+    "attention": "attention",
+    "mlp": "mlp",
+    "head": "head",
+    "embed": "embed",
+    "layers": "layers, other",
+    "jvp": "loss",
 }
 
 
@@ -87,7 +101,7 @@ def summarize(kernels: Sequence[Kernel], steps: int, scopes: Mapping[str, str]) 
     Args:
         kernels: of the steps, in the order of their starts.
         steps: their number.
-        scopes: of the program's instructions (`scopes.scopes`).
+        scopes: of the program's instructions (`scopes_of`).
 
     Returns:
         The profile; None without kernels.
@@ -116,3 +130,22 @@ def summarize(kernels: Sequence[Kernel], steps: int, scopes: Mapping[str, str]) 
         scopes=shares((scopes.get(kernel.op, "unknown"), kernel) for kernel in kernels),
         longest=shares((kernel.name, kernel) for kernel in kernels)[:_LONGEST],
     )
+
+
+def scopes_of(program: str) -> dict[str, str]:
+    """Instruction -> part and pass, "attention, backward".
+
+    Args:
+        program: the compiled step's text.
+    """
+    return {name: _scope(path) for name, path in _INSTRUCTION.findall(program)}
+
+
+def _scope(path: str) -> str:
+    words = set(re.findall(r"\w+", path))
+    part = next((called for scope, called in _PARTS.items() if scope in words), None)
+    if part is None or part == "optimizer":
+        return part or "other"
+    if "rematted_computation" in words:
+        return f"{part}, recomputed"
+    return f"{part}, {'backward' if 'transpose(' in path else 'forward'}"

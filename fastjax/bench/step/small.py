@@ -67,18 +67,8 @@ def reference_step(small: StepCase) -> StepCase:
         small: of `small_step`.
     """
     kept = POLICIES[policy_of(small.checkpointing, 0)]
-    return dataclasses.replace(
-        small,
-        batch=small.step_rows,
-        mesh=None,
-        checkpointing=small.checkpointing if kept is not None and kept.float8 else "none",
-        layer_loop="unroll",
-        attention=None,
-        mlp_chunk=None,
-        compiler_options=(),
-        offload_embedding=False,
-        offload_layers=False,
-    )
+    policy = small.checkpointing if kept is not None and kept.float8 else "none"
+    return small.plain(checkpointing=policy, layer_loop="unroll")
 
 
 def _layers(case: StepCase, config: ModelConfig) -> tuple[int, str, bool]:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from fastjax.bench.step.profile import kind_of, summarize
-from fastjax.bench.step.scopes import scopes
+from fastjax.bench.step.profile import kind_of, scopes_of, summarize
 from fastjax.bench.trace import Kernel
 
 MS = 1_000_000
@@ -70,7 +69,7 @@ def test_parts_of_the_step():
         "copy.5": "layers, other, backward",
         "where": "other",
     }
-    found = scopes(program)
+    found = scopes_of(program)
     assert found == expected
     kernels = [Kernel("/device:GPU:0", "kernel", "jit_step", op, n * MS, (n + 1) * MS) for n, op in enumerate(expected)]
     kernels += [Kernel("/device:GPU:0", "kernel", "jit_step", "gemm.3", 8 * MS, 10 * MS), kernel("MemcpyH2D", 10, 11)]
