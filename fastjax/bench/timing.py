@@ -101,17 +101,18 @@ def measure(calls: Sequence[Call], rounds: int = 9) -> list[Timing | Exception]:
         The time of one operation of each, or why it cannot be compiled or run.
     """
     found = compile_all(calls)
-    for number, (function, call) in enumerate(zip(found, calls, strict=True)):
-        try:
-            for _ in range(0 if isinstance(function, Exception) else 2):
-                jax.block_until_ready(function(*call.arguments))
-        except jax.errors.JaxRuntimeError as error:  # out of memory, or no kernel after all
-            found[number] = error
     ready = {
         number: functools.partial(found[number], *call.arguments)
         for number, call in enumerate(calls)
         if not isinstance(found[number], Exception)
     }
+    for number, run in list(ready.items()):
+        try:
+            for _ in range(2):
+                jax.block_until_ready(run())
+        except jax.errors.JaxRuntimeError as error:  # out of memory, or no kernel after all
+            found[number] = error
+            del ready[number]
     kernels: dict[int, list[float]] = {}
     if ready and jax.default_backend() == "gpu":
         with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:

@@ -10,6 +10,8 @@ from typing import Any
 from fastjax.commands import bench_attention, bench_step
 from fastjax.commands.arguments import positive
 
+_DTYPES = ("bfloat16", "float16", "float32")
+
 
 def main(argv: Sequence[str]) -> None:
     """Run the command.
@@ -24,7 +26,6 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastjax bench", description="Measure on this machine.")
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-    dtypes = ("bfloat16", "float16", "float32")
 
     nf4 = commands.add_parser(
         "nf4",
@@ -41,13 +42,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("OUT", "IN"),
         help="of a weight; may be repeated (default: 4096 14336 and 14336 4096)",
     )
-    nf4.add_argument("--dtypes", nargs="+", choices=dtypes, help="of the decoded weight (default: all three)")
+    nf4.add_argument("--dtypes", nargs="+", choices=_DTYPES, help="of the decoded weight (default: all three)")
     nf4.add_argument("--rows", type=positive, nargs="*", metavar="N", help="of x in the products; nothing: no products")
-    nf4.add_argument("--dtype", choices=dtypes, help="of the products (default: bfloat16)")
-    nf4.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
     nf4.add_argument("--cold_bytes", type=positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
-    nf4.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    nf4.set_defaults(run=_measured, bench="nf4")
+    _add_common(nf4, "nf4", "of the products")
 
     lora = commands.add_parser(
         "lora",
@@ -59,12 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     lora.add_argument(
         "--shape", type=positive, nargs=2, metavar=("WIDTH", "FEATURES"), help="of the block (default: 4096 14336)"
     )
-    lora.add_argument("--weights", nargs="+", choices=("nf4", *dtypes), help="(default: nf4 bfloat16)")
+    lora.add_argument("--weights", nargs="+", choices=("nf4", *_DTYPES), help="(default: nf4 bfloat16)")
     lora.add_argument("--ranks", type=positive, nargs="+", metavar="R", help="of the adapters (default: 16 64)")
-    lora.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
-    lora.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
-    lora.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    lora.set_defaults(run=_measured, bench="lora")
+    _add_common(lora, "lora", "of the activations")
 
     loss = commands.add_parser(
         "loss",
@@ -80,10 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     loss.add_argument(
         "--implementations", nargs="+", choices=("triton", "xla"), help="(default: all that the device has)"
     )
-    loss.add_argument("--dtype", choices=dtypes, help="of activations and head (default: bfloat16)")
-    loss.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
-    loss.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    loss.set_defaults(run=_measured, bench="loss")
+    _add_common(loss, "loss", "of activations and head")
 
     moe = commands.add_parser(
         "moe",
@@ -93,10 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     moe.add_argument("--parts", nargs="+", choices=("products", "formats", "few", "block"), help="(default: all four)")
     moe.add_argument("--ranks", type=int, nargs="+", metavar="R", help="of the block's adapters (default: 0 16)")
-    moe.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
-    moe.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
-    moe.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    moe.set_defaults(run=_measured, bench="moe")
+    _add_common(moe, "moe", "of the activations")
 
     bench_step.add_parser(commands)
     bench_attention.add_parser(commands)
@@ -118,6 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     data.set_defaults(run=_data)
     return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, bench: str, computed: str) -> None:
+    """Add what the tables of `fastjax.bench` have in common.
+
+    Args:
+        parser: of the command.
+        bench: the module.
+        computed: what is in `--dtype`.
+    """
+    parser.add_argument("--dtype", choices=_DTYPES, help=f"{computed} (default: bfloat16)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.set_defaults(run=_measured, bench=bench)
 
 
 def _measured(arguments: argparse.Namespace) -> None:

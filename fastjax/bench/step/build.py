@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from convert.model.config import ModelConfig
 from fastjax.bench.attention.cases import packed
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.presets import preset_config
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
@@ -39,7 +38,7 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         ConfigError: settings that the model does not take.
     """
     model = FastLanguageModel.from_config(
-        preset_config(case.preset, case.layers, case.weights),
+        case.hf_config,
         max_seq_length=case.seq,
         dtype=case.dtype,
         load_in_4bit=case.weights != "16bit",

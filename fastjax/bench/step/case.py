@@ -3,9 +3,11 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastjax.bench.step.presets import preset_config
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
     from fastjax.parallel import MeshShape
 
 #: Method -> the formats that its base's weights may have, the usual one first.
@@ -108,6 +110,22 @@ class StepCase:
     base_compute: str | None = None
     qat: str | None = None
     seed: int = 3407
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The config.json of the model.
+
+        Raises:
+            ConfigError: layers or weights that the preset does not have.
+        """
+        return preset_config(self.preset, self.layers, self.weights)
+
+    @property
+    def config(self) -> "ModelConfig":
+        """The model's."""
+        from convert.model.config import ModelConfig
+
+        return ModelConfig.from_hf(self.hf_config)
 
     @property
     def devices(self) -> int:

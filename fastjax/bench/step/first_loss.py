@@ -7,10 +7,8 @@ neither has, since none of them says which is right.
 
 from collections.abc import Hashable
 
-from convert.model.config import ModelConfig
 from fastjax.bench.step.case import ROUNDING, StepCase
 from fastjax.bench.step.measure import StepResult
-from fastjax.bench.step.presets import preset_config
 from fastjax.bench.step.table import OURS, Line, Measured
 
 #: Twice what a policy changed of 20 losses of 8B in bfloat16 at most (docs/lab/step.md, "Every regime trains alike"),
@@ -54,8 +52,7 @@ def _tolerance(line: Line) -> float:
     """The difference of a first loss that rounding makes."""
     case, result = line.case, line.result
     tokens = (result.tokens_per_second or 0) * (result.step_seconds or 0)
-    config = ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights))
-    amplified = config.moe is not None or case.base_compute is not None or case.qat is not None
+    amplified = case.config.moe is not None or case.base_compute is not None or case.qat is not None
     times, least = ROUNDING[result.dtype or "bfloat16"]
     rounding = _ROUNDING * max(1.0, (_TOKENS / tokens) ** 0.5) * (_AMPLIFIED if amplified else 1.0)
     return times * rounding + least * result.losses[0]

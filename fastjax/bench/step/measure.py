@@ -111,20 +111,24 @@ def check(small: Sequence[StepCase]) -> list[StepResult]:
     def compare(case: StepCase) -> StepResult:
         nonlocal reference
         reference = reference or make_reference(case)
-        return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=fault_of(case, reference))
+        return _result(fault=fault_of(case, reference))
 
     return [_guarded(" beside the reference", compare, case) for case in small]
+
+
+def _result(**found: Any) -> StepResult:
+    return StepResult(jax.devices()[0].device_kind, jax.__version__, **found)
 
 
 def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -> StepResult:
     try:
         return function(*arguments)
     except TrainingError as fault:
-        return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=str(fault))
+        return _result(fault=str(fault))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return StepResult(jax.devices()[0].device_kind, jax.__version__, error=f"out of memory{where}")
+        return _result(error=f"out of memory{where}")
 
 
 def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> StepResult:
@@ -169,9 +173,7 @@ def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> Ste
     peak = peak_memory()
     found = None if profile is None else _profiled(compiled, state, (frozen, batch), profile)
     median, plan = statistics.median(seconds[case.warmup :]), compiled.memory_analysis()
-    return StepResult(
-        device=jax.devices()[0].device_kind,
-        jax=jax.__version__,
+    return _result(
         dtype=dtype,
         step_seconds=median,
         tokens_per_second=tokens / median,

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from convert.model.config import ModelConfig
 from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.presets import preset_config
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape
 from fastjax.parallel.checks import check_mesh, check_rows
@@ -53,7 +51,7 @@ def open_case_mesh(case: StepCase) -> Mesh | None:
         return None
     try:
         mesh = open_mesh(shape)
-        check_mesh(ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights)), shape)
+        check_mesh(case.config, shape)
         check_rows(case.step_rows, filled(case)[0].seq, shape)
     except ConfigError as error:
         raise ConfigError(f"bench step: --mesh {shape}: {error}") from error

@@ -24,13 +24,11 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from convert.families import family_for
-from convert.model.config import ModelConfig
 from convert.quantize import quantize
 from fastjax.bench.model_folder import make_model
 from fastjax.bench.step.build import adapted_modules, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
-from fastjax.bench.step.presets import preset_config
 from fastjax.bench.torch_peers import import_module
 from fastjax.training.flops import matrix_parameters, step_flops
 
@@ -56,7 +54,7 @@ def why_not(case: StepCase) -> str | None:
         return "not installed"
     if case.mesh is not None:
         return "measured on one device alone"
-    if _config(case).moe is not None:
+    if case.config.moe is not None:
         return "a mixture's adapters are on other modules there"
     if case.lengths is not None:
         return "rows of several documents are prepared otherwise there"
@@ -101,17 +99,9 @@ def measure_unsloth(case: StepCase) -> StepResult:
             os.chdir("/")
 
 
-def _config(case: StepCase) -> ModelConfig:
-    return ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights))
-
-
-def _matrices(config: ModelConfig) -> int:
-    return sum(spec.kind == "matrix" for spec in config.specs)
-
-
 def _write_model(case: StepCase, folder: Path) -> Path:
     """A model folder with a tokenizer, of normal values."""
-    config = preset_config(case.preset, case.layers, case.weights)
+    config = case.hf_config
     config |= {"architectures": [family_for(config).architecture], "torch_dtype": "bfloat16"}
     fill = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
     plain, packed = folder / "16bit", folder / "nf4"
@@ -143,7 +133,7 @@ def _load(case: StepCase, folder: Path) -> Any:
         **options,
     )
     if not case.full:
-        modules = adapted_modules(_config(case), case.adapters)
+        modules = adapted_modules(case.config, case.adapters)
         model = FastLanguageModel.get_peft_model(
             model,
             r=case.rank,
@@ -162,9 +152,10 @@ def _measure(case: StepCase, folder: Path) -> StepResult:
     model = _load(case, folder)
     import torch  # Unsloth sets up PyTorch's allocator as it is imported
 
-    config = _config(case)
+    config = case.config
+    matrices = sum(spec.kind == "matrix" for spec in config.specs)
     packed = sum(getattr(weight, "quant_state", None) is not None for weight in model.parameters())
-    if packed != (expected := _matrices(config) if case.weights == "nf4" else 0):
+    if packed != (expected := matrices if case.weights == "nf4" else 0):
         # it goes on in 16 bits where bitsandbytes cannot be used
         raise RuntimeError(f"expected {expected} weights in 4 bits, got {packed}")
     trained = [weight for weight in model.parameters() if weight.requires_grad]

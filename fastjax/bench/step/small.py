@@ -10,7 +10,6 @@ import dataclasses
 from convert.model.config import ModelConfig
 from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.presets import preset_config
 from fastjax.models.chunks import chunk_places
 from fastjax.models.layout import plan_layers
 from fastjax.models.remat import POLICIES, check_policy, policy_of
@@ -35,7 +34,7 @@ def small_step(case: StepCase) -> StepCase:
     Raises:
         ConfigError: a policy or rows that there are not.
     """
-    config = ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights))
+    config = case.config
     shape = case.mesh or MeshShape()
     layers, policy, looped = _layers(case, config)
     rows = min(case.batch, _ROWS)
