@@ -73,7 +73,10 @@ def grouped_products(shape: Shape, dtype: str, group_sizes: np.ndarray) -> dict[
             ends = torch.tensor(np.cumsum(group_sizes), dtype=torch.int32, device="cuda")
             sizes = (shape.rows, shape.into), (shape.experts, shape.out, shape.into), (shape.rows, shape.out)
             x, w, dy = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes)
-            return time_calls(torch, [lambda: call(x, w, dy, ends)] * _CALLS, rounds)
+            found = time_calls(torch, [lambda: call(x, w, dy, ends)] * _CALLS, rounds)
+            del x, w, dy
+            torch.cuda.empty_cache()
+            return found
 
         return run
 

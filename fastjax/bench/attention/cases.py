@@ -207,12 +207,15 @@ def packed(lengths: Sequence[int], batch: int, row: int, seed: int = 0) -> tuple
     return tuple(tuple(int(cut[item]) for item in bins[index]) for index in chosen)
 
 
-def segment_ids(problem: Problem) -> Int32[np.ndarray, "B S"] | None:
-    """The document of each token, from 1; 0 is padding. None where a row is one document."""
-    if problem.documents is None:
-        return None
-    ids = np.zeros((problem.batch, problem.length), np.int32)
-    for row, lengths in zip(ids, problem.documents, strict=True):
+def segment_ids(documents: Sequence[Sequence[int]], length: int) -> Int32[np.ndarray, "B S"]:
+    """The document of each token, from 1; 0 is padding.
+
+    Args:
+        documents: the lengths of each row's documents.
+        length: S.
+    """
+    ids = np.zeros((len(documents), length), np.int32)
+    for row, lengths in zip(ids, documents, strict=True):
         row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return ids
 
@@ -226,9 +229,8 @@ def make_arrays(problem: Problem, dtype: DTypeLike, count: int = 1) -> list[dict
         count: how many.
     """
     shared: dict[str, Any] = {}
-    ids = segment_ids(problem)
-    if ids is not None and problem.documents is not None:
-        shared["ids"] = jnp.asarray(ids)
+    if problem.documents is not None:
+        shared["ids"] = jnp.asarray(segment_ids(problem.documents, problem.length))
         most = max(map(len, problem.documents))
         shared["ranges"] = jax.jit(partial(segment_ranges, max_documents=most))(shared["ids"])
     if problem.sinks:

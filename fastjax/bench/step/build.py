@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from convert.model.config import ModelConfig
-from fastjax.bench.attention.cases import packed
+from fastjax.bench.attention.cases import packed, segment_ids
 from fastjax.bench.step.case import StepCase
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
@@ -148,11 +148,9 @@ def make_batch(case: StepCase, vocab_size: int, documents: Documents | None) -> 
     positions = np.array(np.broadcast_to(np.arange(case.seq, dtype=np.int32), shape))
     if documents is None:
         return Batch(tokens, targets, None, positions)  # pyright: ignore[reportArgumentType]  # None: whole rows
-    segments = np.zeros(shape, np.int32)
     for row, lengths in enumerate(documents):
         ends = np.cumsum(lengths)
-        segments[0, row, : ends[-1]] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         positions[0, row, : ends[-1]] -= np.repeat(ends - lengths, lengths)
         targets[0, row, ends - 1] = -100
         targets[0, row, ends[-1] :] = -100
-    return Batch(tokens, targets, segments, positions)
+    return Batch(tokens, targets, segment_ids(documents, case.seq)[None], positions)

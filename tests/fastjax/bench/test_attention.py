@@ -38,8 +38,7 @@ DOCUMENTS = ((5, 1, 20), (32,))
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_the_work_is_that_of_the_pairs_that_the_mask_leaves(window, documents):
     case = Problem("one", 2, 32, 4, 2, 64, window=window, documents=documents)
-    ids = segment_ids(case)
-    ids = np.ones((2, 32), np.int32) if ids is None else ids
+    ids = np.ones((2, 32), np.int32) if documents is None else segment_ids(documents, 32)
     place = np.arange(32)
     seen = (place[None, :] <= place[:, None]) & (place[None, :] > place[:, None] - (window or 32))
     seen = seen[None] & (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
@@ -166,7 +165,7 @@ def test_errors_beside_float64(tmp_path):
 def test_faults_are_found():
     shape = Problem("", 2, 4, 4, 2, documents=((3,), ()))
     exact = [np.ones((2, 4)), np.zeros((2, 4)), np.ones((2, 4)), np.ones((2, 4))]
-    padding = segment_ids(shape) == 0
+    padding = segment_ids(shape.documents, 4) == 0
     for array in exact:
         array[padding] = 0.0
     close = [array * 1.001 for array in exact]
