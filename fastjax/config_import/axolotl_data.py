@@ -147,7 +147,7 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
         job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
     axolotl_preferences.check_roles(job, where, given.pop("roles", {}))
     learnt = given.pop("roles_to_train", ["assistant"])
-    told = [SHAREGPT_ROLES.get(name) for name in learnt] if isinstance(learnt, list) else []
+    told = [SHAREGPT_ROLES.get(str(name)) for name in learnt] if isinstance(learnt, list) else []
     if not told or None in told:
         job.refused[f"{where}.roles_to_train"] = f"expected some of {', '.join(SHAREGPT_ROLES)}"
     columns = {meaning or "messages": column}

@@ -210,6 +210,10 @@ TUNE = yaml.safe_load(TORCHTUNE)
             "datasets[0].roles: 'bot' would be read as another role",
         ),
         (
+            ALPACA | {"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": [["tool"]]}]},
+            "datasets[0].roles_to_train: expected some of system, human, ",
+        ),
+        (
             {"model_name_or_path": "m", "stage": "rm", "dataset": "pairs"},
             "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: "
             "reward); dataset_info.json: pairs: rows of preferences are",
