@@ -59,6 +59,14 @@ def compare(config, ours, theirs, base):
     assert np.abs(found - without)[segments > 0].max() > 1000 * TOLERANCE, "the adapter does nothing"
 
 
+TELLING = (
+    *("rsLoRA", "patterns", "embeddings and head as targets with DoRA", "embeddings and head as targets, tied"),
+    *("modules_to_save head, untied by it", "modules_to_save, kept tied"),
+)
+"""Cases that hold the mechanisms of the others."""
+
+
+@pytest.mark.exhaustive(*TELLING)
 @pytest.mark.parametrize("name", CASES)
 def test_peft_loads_what_we_write(name, tmp_path):
     config, options = options_of(name)
@@ -70,6 +78,7 @@ def test_peft_loads_what_we_write(name, tmp_path):
     compare(config, ours, theirs, base)
 
 
+@pytest.mark.exhaustive(*TELLING)
 @pytest.mark.parametrize("name", CASES)
 def test_we_load_what_peft_writes(name, tmp_path):
     config, options = options_of(name)

@@ -91,6 +91,7 @@ def test_logits(variant, made):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.exhaustive("gemma2", "olmo2", "gpt_oss")
 @pytest.mark.parametrize("variant", ROUNDED)
 def test_bfloat16_is_as_exact_as_transformers(variant, made):
     """In bfloat16 the logits are no farther from those in float32 than transformers' are."""
@@ -106,6 +107,7 @@ def test_bfloat16_is_as_exact_as_transformers(variant, made):
     assert 1e-4 < error < 1.25 * allowed  # two ways to round, compared over 61 tokens
 
 
+@pytest.mark.exhaustive("phi3")
 @pytest.mark.parametrize("family", PACKED)
 def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path):
     config = CONFIGS[family]
@@ -124,7 +126,7 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
 
 
 # The others' blocks are made of the same parts; their plans and names show in the logits.
-@pytest.mark.exhaustive("qwen3", "gemma2", "phi3", "granite", "cohere", "qwen2_moe", "gpt_oss")
+@pytest.mark.exhaustive("gemma2", "phi3", "cohere", "gpt_oss")
 @pytest.mark.parametrize("family", STEPS)
 def test_lora_steps(family, tmp_path):
     """AdamW on adapters of every projection, of routers and experts, which PEFT names and starts."""

@@ -45,6 +45,11 @@ CASES = {
 }
 
 
+# The others have no mechanism that these have not.
+@pytest.mark.exhaustive(
+    *("rsLoRA", "patterns", "embedding and head, DoRA", "embedding and head, tied", "whole blocks", "whole head, tied"),
+    *("adapters, kept tied", "tokens, tied, different", "new rows, whole"),
+)
 @pytest.mark.parametrize("name", CASES)
 def test_merged_logits_are_base_plus_adapters(name, tmp_path):
     tied, options, new = CASES[name]

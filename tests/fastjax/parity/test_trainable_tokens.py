@@ -75,6 +75,14 @@ def compare(ours, theirs, config, new):
     return found, (tokens, positions, segments)
 
 
+TELLING = (
+    *("list, untied", "both tables, tied, different", "head beside whole embeddings"),
+    *("new, whole tables, kept tied", "new, head beside whole embeddings, tied"),
+)
+"""Cases that hold the mechanisms of the others."""
+
+
+@pytest.mark.exhaustive(*TELLING)
 @pytest.mark.parametrize("name", CASES)
 def test_peft_loads_what_we_write(name, tmp_path):
     config, options, new = parts(name)
@@ -87,6 +95,7 @@ def test_peft_loads_what_we_write(name, tmp_path):
     assert np.abs(found - tiny.logits(base, *where))[where[2] > 0].max() > 1000 * TOLERANCE, "the adapter does nothing"
 
 
+@pytest.mark.exhaustive(*TELLING, "new, not trained, tied", "new, adapters on the tables")
 @pytest.mark.parametrize("name", [*CASES, *ONLY_PEFT])
 def test_we_load_what_peft_writes(name, tmp_path):
     config, options, new = parts(name)

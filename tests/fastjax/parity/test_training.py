@@ -109,10 +109,8 @@ TEN = (
 
 #: One of each mechanism; "everything" has the others' ranks, scales, layers and dropout, schedule and clipping.
 TELLING = (
-    *("plain", "target_modules all-linear", "init_lora_weights false", "init_lora_weights orthogonal"),
-    *("init_lora_weights gaussian", "bias none", "use_dora"),
-    *("modules_to_save both", "modules_to_save lm_head, tied", "modules_to_save both, kept tied"),
-    *("adapters on both, tied", "use_dora on both", "everything"),
+    *("target_modules all-linear", "init_lora_weights orthogonal", "modules_to_save lm_head, tied"),
+    *("modules_to_save both, kept tied", "adapters on both, tied", "use_dora on both", "everything"),
 )
 
 
