@@ -225,13 +225,25 @@ class Encoder:
         if self.tokenizer.chat_template:
             probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             call = {"type": "function", "function": {"name": "c", "arguments": {}}}
-            for chat in (probe, probe * 2, [probe[0], {"role": "assistant", "content": "", "tool_calls": [call]}]):
-                with contextlib.suppress(DataError):  # it takes other conversations, or refuses each prompt
-                    (examples,) = self.encode([ChatRecord(chat, "a probe of the chat template")])
-                    for tokens, learn in map(examples.__getitem__, range(len(examples))):
-                        ends = tokens[learn & ~np.append(learn[1:], False)].tolist()
-                        stops += [token for token in ends if token in self._ends_of_turns]
+            thought = [probe[0], {**probe[1], "reasoning_content": "c"}]
+            amid = self._ends_in(thought)[1]  # the end of a thought may be that of an inner turn (gpt-oss)
+            for chat in (probe, [probe[0], {"role": "assistant", "content": "", "tool_calls": [call]}]):
+                stops += self._ends_in(chat)[0]
+            stops += [token for token in self._ends_in(probe * 2)[0] if token not in amid]
         return tuple(dict.fromkeys(stops))
+
+    def _ends_in(self, chat: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Ends of turns among a conversation's learnt tokens: those at the end of an answer, and those amid one."""
+        last: list[int] = []
+        amid: list[int] = []
+        with contextlib.suppress(DataError):  # the template takes other conversations, or refuses each prompt
+            (examples,) = self.encode([ChatRecord(list(chat), "a probe of the chat template")])
+            for tokens, learn in map(examples.__getitem__, range(len(examples))):
+                ends = np.isin(tokens, list(self._ends_of_turns))
+                final = learn & ~np.append(learn[1:], False)
+                last += tokens[ends & final].tolist()
+                amid += tokens[ends & learn & ~final].tolist()
+        return last, amid
 
     def _find_bos(self) -> int | None:
         """The BOS, if the tokenizer adds it to a text."""

@@ -172,6 +172,20 @@ def test_a_message_in_a_turn_of_its_own_has_no_other_s_header(make_tokenizer):
     assert pieces[1::2] == ["one<|im_end|>", "two<|im_end|>"]
 
 
+def test_the_end_of_a_thought_ends_no_answer(make_tokenizer):
+    """gpt-oss ends thoughts and inner turns with one token, and the last turn with another."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}{{ m.reasoning_content }}"
+        "<|im_end|><|im_start|>{% endif %}{{ m.content }}"
+        "{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}"
+        "{% endfor %}" + BEGUN
+    )
+    tokenizer = make_tokenizer(template)
+    pieces, _ = encode(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2)
+    assert pieces[1::2] == ["b<|im_end|>", "b</s>"]
+    assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).stop_tokens()) == ["</s>"]
+
+
 def test_a_turn_ends_with_the_token_that_begins_the_next(make_tokenizer):
     """As in GLM's templates: the last turn has EOS there, and generation stops at either."""
     tokenizer = make_tokenizer("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + BEGUN)
