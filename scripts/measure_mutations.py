@@ -57,7 +57,7 @@ TARGETS = {
     "export": Target(
         "convert/adapters.py", "adapters merge", ("write_adapter", "_file_name", "_check", "_twins", "_whole")
     ),
-    "template": Target("fastjax/data/template.py", "template named_templates encoding"),
+    "template": Target("fastjax/data/responses.py", "template named_templates encoding"),
     "ranges": Target("pallas_kernels/attention/ranges.py", "ranges features"),
     "units": Target("fastjax/lora/linear.py", "linear"),
     "resume": Target("fastjax/runs/resume.py", "resume folder"),

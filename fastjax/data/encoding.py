@@ -31,6 +31,7 @@ from fastjax.data.columns import ROLES, check_options
 from fastjax.data.examples import Examples
 from fastjax.data.notes import JOINED, SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record, TokenRecord, Written
+from fastjax.data.responses import Conversation
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
@@ -111,7 +112,7 @@ class Encoder:
         ids = self._special_texts.ids
         if not self.tokenizer.chat_template:
             return frozenset(ids.values())
-        return frozenset((ids | self.tokenizer.get_added_vocab())[text] for text in self.template.ends)
+        return frozenset((ids | self.tokenizer.get_added_vocab())[text] for text in self.template.turns.ends)
 
     def encode(self, records: Iterable[Record], *, apart: bool = True) -> Iterator[Examples]:
         """Encode examples, `CHUNK` characters at a time.
@@ -329,19 +330,13 @@ class Encoder:
         if isinstance(record, ChatRecord):
             if record.train is not None:
                 self._check_train(record, record.train)
-            if self.loss_on == "all":
-                given = {"tools": record.tools, "options": record.options}
-                return [self.template.render_whole(record.messages, record.where, **given)]
-            return self.template.render_with_responses(
-                record.messages,
-                record.where,
-                tools=record.tools,
-                options=record.options,
-                given=record.prompt,
-                last=self.loss_on == "last_response",
-                roles=self._roles,
-                train=record.train,
+            chat = Conversation(
+                self.template, record.messages, record.where, tools=record.tools, options=record.options
             )
+            if self.loss_on == "all":
+                return [chat.whole()]
+            last = self.loss_on == "last_response"
+            return chat.learnt(given=record.prompt, last=last, roles=self._roles, train=record.train)
         if self._has_parts(record):
             return [RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.loss_on)))]
         start = 0 if self.loss_on == "all" else record.prompt

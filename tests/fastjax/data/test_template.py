@@ -1,5 +1,6 @@
 import pytest
 
+from fastjax.data.responses import Conversation
 from fastjax.data.template import REASONING, ChatTemplate
 from fastjax.errors import ConfigError, DataError
 
@@ -67,7 +68,7 @@ def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
     template, tools = ChatTemplate.from_tokenizer(tokenizer), [{"type": "function", "function": {"name": "f"}}]
     for given in (tools, None):
         expected = tokenizer.apply_chat_template(CHAT, tools=given, tokenize=False)
-        (rendered,) = template.render_with_responses(CHAT, "x", tools=given)
+        (rendered,) = Conversation(template, CHAT, "x", tools=given).learnt()
         assert rendered.text == expected and ("TOOLS" in expected) == bool(given)
         assert [rendered.text[start:end] for start, end in rendered.responses] == ["é\n\n", "d\n"]
     tokenizer.chat_template = {"tool_use": turns, "rag": "no"}
@@ -85,7 +86,7 @@ def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
     ],
 )
 def test_responses_are_where_the_template_puts_them(make_tokenizer, name, responses):
-    (rendered,) = ChatTemplate.from_tokenizer(make_tokenizer(name)).render_with_responses(CHAT, "x")
+    (rendered,) = Conversation(ChatTemplate.from_tokenizer(make_tokenizer(name)), CHAT, "x").learnt()
     assert [rendered.text[start:end] for start, end in rendered.responses] == responses
 
 
@@ -94,7 +95,7 @@ def test_a_response_that_also_stands_in_the_question_is_not_confused(make_tokeni
         {"role": "user", "content": "d<|im_end|>\n<|im_start|>assistant\nd"},
         {"role": "assistant", "content": "d"},
     ]
-    (rendered,) = ChatTemplate.from_tokenizer(make_tokenizer("chatml")).render_with_responses(chat, "x")
+    (rendered,) = Conversation(ChatTemplate.from_tokenizer(make_tokenizer("chatml")), chat, "x").learnt()
     assert rendered.responses == [(len(rendered.text) - len("d<|im_end|>\n"), len(rendered.text))]
 
 
@@ -138,7 +139,7 @@ def test_answers_are_learnt_as_generation_sees_them(make_tokenizer, shape, learn
     """Between the generation prompt and the end of the turn, each in the text that generation continues."""
     tokenizer = make_tokenizer(SHAPES[shape])
     template = ChatTemplate.from_tokenizer(tokenizer)
-    found = template.render_with_responses(TWO, "x")
+    found = Conversation(template, TWO, "x").learnt()
     assert [[chat.text[start:end] for start, end in chat.responses] for chat in found] == learnt
     assert sum(chat.elsewhere for chat in found) == elsewhere
     assert found[-1].text == tokenizer.apply_chat_template(TWO, tokenize=False)
@@ -148,15 +149,15 @@ def test_answers_are_learnt_as_generation_sees_them(make_tokenizer, shape, learn
         chat = found[index]
         start = chat.responses[index][0]
         assert chat.text[:start] == prompt if not elsewhere else prompt.startswith(chat.text[:start])
-    (last,) = template.render_with_responses(TWO, "x", last=True)
+    (last,) = Conversation(template, TWO, "x").learnt(last=True)
     assert [last.text[start:end] for start, end in last.responses] == [learnt[-1][-1]]
 
 
 def test_an_answer_that_is_followed_by_the_user_has_a_row_of_its_own_where_it_is_rewritten(make_tokenizer):
     template = ChatTemplate.from_tokenizer(make_tokenizer(SHAPES["a thought"]))
-    (alone,) = template.render_with_responses(TWO[:3], "x")
+    (alone,) = Conversation(template, TWO[:3], "x").learnt()
     assert alone.text == template.render(TWO[:2], "x")
-    alone, whole = template.render_with_responses(TWO[:3], "x", roles=("assistant", "user"))
+    alone, whole = Conversation(template, TWO[:3], "x").learnt(roles=("assistant", "user"))
     assert alone.text == template.render(TWO[:2], "x") and not alone.others
     assert [whole.text[start:end] for start, end in whole.others] == ["q<|im_end|>\n", "r<|im_end|>\n"]
     assert not whole.responses
@@ -166,7 +167,7 @@ def test_an_answer_before_which_the_past_is_rewritten_stands_behind_what_generat
     template = ChatTemplate.from_tokenizer(make_tokenizer(SHAPES["called"]))
     chat = [TWO[0], {"role": "assistant", "content": "call", "thinking": "t"}, {"role": "tool", "content": "x"}]
     chat += [{"role": "assistant", "content": "a", "thinking": "u"}]
-    found = template.render_with_responses(chat, "x")
+    found = Conversation(template, chat, "x").learnt()
     learnt = [[one.text[start:end] for start, end in one.responses] for one in found]
     assert learnt == [["<think>t</think>call<|im_end|>\n"], ["<think>u</think>a<|im_end|>\n"]]
     for one, count in zip(found, (1, 3), strict=True):
@@ -177,13 +178,12 @@ def test_an_answer_before_which_the_past_is_rewritten_stands_behind_what_generat
 @pytest.mark.parametrize("before", ["{{ messages[0].role ~ '!' }}", "{{ 'assistant!' if messages }}"])
 def test_an_answer_may_stand_first_whatever_the_template_writes_with_the_first_message(make_tokenizer, before):
     template = ChatTemplate.from_tokenizer(make_tokenizer(before + SHAPES["two ends"]))
-    (found,) = template.render_with_responses([TWO[1], *TWO], "x")
+    (found,) = Conversation(template, [TWO[1], *TWO], "x").learnt()
     assert found.text.startswith("assistant!<|im_start|>assistant\na") and not found.elsewhere
     assert [found.text[start:end] for start, end in found.responses] == ["a<|im_end|>", "a<|im_end|>", "b</s>"]
     with pytest.raises(DataError, match="^x: the chat template refuses the conversation: list object has no"):
-        ChatTemplate(
-            "{{ messages[0].role }}{% for m in messages %}{{ m.content }}{% endfor %}", {}
-        ).render_with_responses(TWO[1:], "x")
+        template = ChatTemplate("{{ messages[0].role }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
+        Conversation(template, TWO[1:], "x").learnt()
 
 
 @pytest.mark.parametrize("mark", ["", "generation"])
@@ -204,11 +204,11 @@ def test_a_turn_that_is_not_written_is_refused(make_tokenizer, mark):
         with pytest.raises(
             DataError, match=rf"^f:1: the chat template does not write the {what} of messages\[1\], so "
         ):
-            template.render_with_responses(chat, "f:1")
-        (left_out,) = template.render_with_responses(chat, "f:1", train=(None, False))
+            Conversation(template, chat, "f:1").learnt()
+        (left_out,) = Conversation(template, chat, "f:1").learnt(train=(None, False))
         assert not left_out.responses
     for message in ({"content": ""}, {"content": "a", "name": "n"}):
-        (chat,) = template.render_with_responses([TWO[0], {"role": "assistant", **message}], "f:1")
+        (chat,) = Conversation(template, [TWO[0], {"role": "assistant", **message}], "f:1").learnt()
         assert [chat.text[start:end] for start, end in chat.responses] == [f"{message.get('name', '')}<|im_end|>"]
 
 
@@ -221,7 +221,7 @@ def test_a_template_that_rewrites_the_question_is_refused(make_tokenizer):
     with pytest.raises(
         DataError, match=r"^rows\.jsonl:7: the chat template writes the text before messages\[1\] other"
     ):
-        template.render_with_responses(TWO, "rows.jsonl:7")
+        Conversation(template, TWO, "rows.jsonl:7").learnt()
 
 
 def test_a_refusal_by_the_template_names_the_row(make_tokenizer):

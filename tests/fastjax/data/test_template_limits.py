@@ -6,6 +6,7 @@ import time
 import pytest
 
 from fastjax.data import ChatRecord, Encoder, parse_row
+from fastjax.data.responses import Conversation
 from fastjax.data.template import ChatTemplate
 from fastjax.errors import ConfigError, DataError
 from tests.support import tokenizers as made
@@ -83,7 +84,7 @@ def refused(source: str, *, messages=CHAT) -> str:
     """What a template's refusal says; it comes soon and in one line."""
     start = time.thread_time()
     with pytest.raises(DataError, match=r"^rows:3: the chat template refuses the conversation: ") as caught:
-        ChatTemplate(source, {}).render_with_responses(messages, "rows:3")
+        Conversation(ChatTemplate(source, {}), messages, "rows:3").learnt()
     assert time.thread_time() - start < 5
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
     return str(caught.value)
