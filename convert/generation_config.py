@@ -29,14 +29,14 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def missing_ends(folder: str | os.PathLike[str], ends: Iterable[int]) -> tuple[int, ...]:
-    """Those of some ends at which transformers and vLLM do not stop.
+    """Ends at which transformers and vLLM do not stop.
 
     Args:
         folder: A model folder. Without an end in its generation_config.json those of its config.json count.
         ends: Token ids.
 
     Returns:
-        Those that the folder does not name, each once.
+        The given ids that the folder does not name, each once.
 
     Raises:
         ConvertError: As of `end_tokens`.

@@ -1,4 +1,4 @@
-"""What the operations need under JAX's transformations: shard_map, meshes with explicit axes, export.
+"""Support for JAX's transformations of the operations: shard_map, meshes with explicit axes, export.
 
 docs/api/kernels.md says which operation takes which.
 """

@@ -69,7 +69,7 @@ class Writer:
         label: What messages call the format: "NF4".
         bits: A weight's, without its scales.
         rounding: Largest error of a value over the largest of its scale's values: half the widest gap between codes, or
-            what is clipped; 0 for plain ones.
+            the part that is clipped; 0 for plain ones.
         whole: Whether there is a scale of the whole matrix, of all that is served as one matrix with it.
         inputs: Formats of a matrix's inputs that such a folder can tell servers to make, for each token, the usual one
             first; None: inputs stay as they are.

@@ -26,7 +26,7 @@ _NUMBERS = np.arange(256, dtype=np.uint8)
 _PAIRS = np.stack([_NUMBERS & 15, _NUMBERS >> 4], axis=1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 _LARGEST, _EXPONENT = np.float32(6), 2  # of E2M1's values
 ROUNDING = 2 / 8
-"""Of values up to 8 times a power of two, which are clipped at 6."""
+"""A scale is a power of two, so that values up to 8 times it are clipped at 6 times it."""
 
 
 class MXFP4Tensor(NamedTuple):

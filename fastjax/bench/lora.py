@@ -1,8 +1,8 @@
 """Cost of adapters in a gated block, forward and backward, over the block with frozen weights alone.
 
-Of each weight format the frozen block (its gradient to the input is computed), the block with adapters as plain sums
-beside each projection, which JAX differentiates, and the models' unit, at every rank. A pass goes over more than a
-gigabyte, so caches are cold. TFLOP/s count the large products alone; the cost is that of the adapters.
+Each weight format has three cases: the frozen block (its gradient to the input is computed), the block with adapters
+as plain sums beside each projection, which JAX differentiates, and the models' unit, at every rank. A pass goes over
+more than a gigabyte, so caches are cold. TFLOP/s count the large products alone; the cost is that of the adapters.
 """
 
 import dataclasses

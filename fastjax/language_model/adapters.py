@@ -127,7 +127,7 @@ def check_fits(model_name: str | Path, adapter: str | Path, rope_scaling: Mappin
 
     Args:
         model_name: the base's folder, or its name on the hub.
-        adapter: the adapter's, likewise.
+        adapter: the adapter's folder, or its name on the hub.
         rope_scaling: as for `FastLanguageModel.from_pretrained`.
 
     Raises:

@@ -26,11 +26,11 @@ def load_as_trained(
 
     Args:
         model_name: folder, or name on the hub.
-        adapter: PEFT's, likewise; None: there is none.
-        load_in_4bit: as for `FastLanguageModel.from_pretrained`, as the arguments not listed here.
-        rope_scaling: likewise.
-        allow_nonfinite: likewise, and of the adapter.
-        options: likewise.
+        adapter: PEFT's folder, or its name on the hub; None: there is none.
+        load_in_4bit: as for `FastLanguageModel.from_pretrained`.
+        rope_scaling: as for `FastLanguageModel.from_pretrained`.
+        allow_nonfinite: let NaN and infinity through, in the adapter too.
+        options: further arguments of `FastLanguageModel.from_pretrained`.
 
     Raises:
         ConfigError: arguments that contradict each other, or an adapter for another model.

@@ -278,7 +278,7 @@ def gathered_numbers(value: int) -> list[int]:
 
 
 def told(subject: str, text: str) -> list[str]:
-    """What every process tells about a thing, by its index; waits for all of them.
+    """Exchange a text with all processes; waits for all of them.
 
     No device takes part: one thread of a process may ask for each subject, also while devices wait for each other.
 

@@ -6,7 +6,7 @@ millisecond, otherwise on the host. The arrays are stored under their names in t
 which follow from the settings; beside them, as JSON, a checksum of each, progress, data position and settings. A
 checkpoint is renamed before it is deleted.
 
-Of several processes each writes the parts that its devices hold, and the first one the JSON, when all have told that
+With several processes each writes the parts that its devices hold, and the first one the JSON, when all have told that
 their parts are written; what goes wrong in one is told to all before any goes on. Each reads the parts that its devices
 are to hold then, so a run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks of a layer,
 or of some rows of a table, for readers that need a part of them.

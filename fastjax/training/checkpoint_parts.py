@@ -91,7 +91,7 @@ def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
 
 
 def own_parts(array: jax.Array) -> Stored:
-    """What this process writes of an array, copied to the host: of each part one process has the first copy.
+    """Copy a process's parts of an array to the host; each part is written by the process with its first copy.
 
     Args:
         array: on the devices of several processes, or the same in each of them.

@@ -28,7 +28,7 @@ _CODECS = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3}}]
 
 
 class Stored(NamedTuple):
-    """What a process writes of an array.
+    """A process's parts of an array.
 
     Attributes:
         shape: of the array.

@@ -265,7 +265,7 @@ def test_new_rows_without_values_are_refused(make_folder, tmp_path):
     ],
 )
 def test_ends_that_the_adapter_learnt_are_named(make_folder, tmp_path, base, adapter, merged):
-    """Those of the base's config.json count where it has no generation_config.json."""
+    """The base's config.json counts where there is no generation_config.json."""
     folder, _ = make_folder()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))

@@ -24,7 +24,7 @@ from pallas_kernels.rms_norm import lora as norm_lora
 from pallas_kernels.split_rope import lora as rope_lora
 
 ROWS = 4
-"""Of the operands that are split."""
+"""Leading axis of the operands that are split."""
 
 
 class Case(NamedTuple):

@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of `attention` and its reference."""
+        """Keyword arguments of `attention` and its reference."""
         return {
             "causal": self.causal,
             "sliding_window": self.window,

@@ -30,7 +30,7 @@ def theirs(tokenizer, row, max_length):
 @pytest.mark.parametrize("kind", ["text", "completion", "labels", "completion_mask", "assistant_masks"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_targets(kind, cut):
-    """Of a row of max_seq_length inputs the last has a target too, the token behind it; TRL counts that one as well."""
+    """The last of max_seq_length inputs has a target too, the token behind it; TRL counts that one as well."""
     tokenizer = load_tokenizer(Path(fastjax.__file__).parent / "assets" / "tiny-llama")
     ids = tokenizer(TEXT)["input_ids"]
     half = [int(place > 2) for place in range(len(ids))]

@@ -109,7 +109,7 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
 
 
 def test_the_reference_is_what_training_begins_with(model):
-    """Of a fresh adapter the base; of one that has been trained, or a table beside it, a copy."""
+    """The base for a fresh adapter; a copy for one that has been trained, or that has a table beside it."""
     trained = model.replace(trainable=jax.tree.map(lambda leaf: leaf + 1, model.trainable))
     options = {"train_dataset": pairs(2), "console": Console(quiet=True)}
     dpo, orpo = (TrainerSettings(OutputSection("o"), preferences=PreferencesSection(loss)) for loss in ("dpo", "orpo"))

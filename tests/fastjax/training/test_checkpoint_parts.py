@@ -71,7 +71,7 @@ def saved(request, small, tmp_path):
 
 
 def written(array, parts, process):
-    """What a process writes of an array: the regions that it is the first to hold."""
+    """A process writes the regions that it is the first to hold."""
     own = [region for region, held in parts.holders.items() if held[0] == process]
     values = [(region, np.asarray(array)[tuple(slice(*axis) for axis in region)]) for region in own]
     chunk = checkpoint_writing.chunk_of(array.sharding.shard_shape(array.shape), array.dtype.itemsize)

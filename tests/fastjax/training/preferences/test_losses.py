@@ -205,7 +205,7 @@ def test_a_reference_that_was_computed_before():
 
 
 def test_a_reference_that_training_begins_with():
-    """Of an adapter and a table that have been trained: a constant that stays as they move, laid out as they are."""
+    """A trained adapter and table: the reference is a constant that stays as they move, laid out as they are."""
     ours = tiny.adapted(base(), target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     held, rows = ours.with_start(ours.trainable), jax.tree.map(lambda array: array[0], packed())
     start, trained = (jax.tree.leaves(logical_axes(tree, ours.config)) for tree in (held.frozen, ours.trainable))
