@@ -73,6 +73,18 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
     return wrapped(Tokenizer.from_str(json.dumps(state)))
 
 
+#: Name -> a tokenizer of each kind.
+KINDS = {
+    "byte level": byte_level,
+    "byte level, trimmed offsets": lambda: byte_level(trim_offsets=True),
+    "byte level, space in front": lambda: byte_level(prefix=True),
+    "byte fallback": byte_fallback,
+    "byte fallback, prepended": lambda: byte_fallback(prepend=True),
+    "unigram": lambda: unigram("first"),
+    "unigram, ▁ before every word": lambda: unigram("always"),
+}
+
+
 def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
     """A transformers tokenizer with the special tokens of all named templates."""
     if backend.decoder is None:

@@ -5,21 +5,13 @@ import pytest
 from fastjax.data import Encoder, notes, parse_row
 from tests.support import tokenizers as made
 
-TOKENIZERS = {
-    "byte level": made.byte_level,
-    "prefix": lambda: made.byte_level(prefix=True),
-    "byte fallback": made.byte_fallback,
-    "prepended": lambda: made.byte_fallback(prepend=True),
-    "metaspace first": lambda: made.unigram("first"),
-    "metaspace always": lambda: made.unigram("always"),
-}
 TEXTS = ["the cat  sat on\n\nthe mat. ", "Hello 🤗 12345 hello\nhello", " a\n \n b"]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", made.KINDS)
 def test_every_division_into_prompt_and_answer(name):
     """The prompt's tokens are generation's, and together they are the same text, whether a token would span or not."""
-    tokenizer = TOKENIZERS[name]()
+    tokenizer = made.KINDS[name]()
     encoder = Encoder(tokenizer)
     divided = 0
     for text in TEXTS:
