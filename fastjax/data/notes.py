@@ -6,7 +6,7 @@ from fastjax.data import left_out
 from fastjax.data.records import PreferenceRecord, Record
 from fastjax.data.settings import SpecialTokens
 
-SPECIAL, JOINED = "special", "joined"
+SPECIAL, JOINED, IDENTICAL = "special", "joined", "identical"
 
 _UNWRITTEN = "the chat template does not write"
 KINDS = {
@@ -18,6 +18,7 @@ KINDS = {
     left_out.TOOLS: f"with tools that {_UNWRITTEN}",
     left_out.DOCUMENTS: f"with documents that {_UNWRITTEN}",
     left_out.VARIABLES: "with chat_template_kwargs that the chat template does not read",
+    IDENTICAL: "whose chosen and rejected answer are the same tokens, from which no preference is learnt",
     JOINED: "with an answer that begins within a token of its prompt, where generation has other tokens",
 }
 """Kind → words that stand behind the number of rows."""

@@ -123,8 +123,8 @@ def prepare_preferences(
     origins = Origins.of(record.where for record in records)
     placing: Any = {"packing": packing, "chosen": chosen, "origins": origins}
     rows = pack_groups(documents, roles, starts, max_seq_length, fields=fields, **placing)
-    same = [_same(group, encoded[group.example]) for group in kept]
-    repeated = same if chosen is None else np.asarray(same)[chosen]
+    same = {group.example for group in kept if _same(group, encoded[group.example])}
+    notes.add(noted, {notes.IDENTICAL: sorted(same)}, records)
     found = roles[rows.order] if pairing == "unpaired" else roles[:0]
     scored = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
     statistics = DataStatistics(
@@ -140,7 +140,6 @@ def prepare_preferences(
         slots=len(rows) * max_seq_length,
         notes=noted,
         special_tokens=special_tokens,
-        identical=int(np.sum(repeated)),
         desirable=int(np.sum(found == Role.CHOSEN)),
         undesirable=int(np.sum(found == Role.REJECTED)),
     )

@@ -25,7 +25,6 @@ class DataStatistics(NamedTuple):
         special_tokens: The reading of special tokens in content.
         apart: Examples more than rows of data, since the chat template rewrites earlier answers: one an answer.
         elsewhere: Answers that follow on another text than the generation prompt.
-        identical: Pairs of an epoch whose chosen and rejected answer are the same tokens, as they fit a row.
         desirable: Of single answers with a label, the desirable ones of an epoch.
         undesirable: The others.
     """
@@ -44,7 +43,6 @@ class DataStatistics(NamedTuple):
     special_tokens: SpecialTokens = "control"
     apart: int = 0
     elsewhere: int = 0
-    identical: int = 0
     desirable: int = 0
     undesirable: int = 0
 
@@ -81,11 +79,6 @@ class DataStatistics(NamedTuple):
             )
         for kind, (count, first) in self.notes.items():
             parts.append(f"{count:,} {notes.say(kind, self.special_tokens)} (first: {first})")
-        if self.identical:
-            parts.append(
-                f"{self.identical:,} pairs whose chosen and rejected answer are the same tokens, from which no "
-                "preference is learnt"
-            )
         if self.desirable or self.undesirable:
             parts.append(f"{self.desirable:,} answers desirable, {self.undesirable:,} undesirable")
             if not (self.desirable and self.undesirable):

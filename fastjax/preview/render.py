@@ -92,7 +92,6 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
     yield "  answers learnt behind another text than generation's", f"{found.elsewhere:,}"
     for kind in notes.KINDS:
         yield f"  {notes.KINDS[kind]}", f"{found.notes.get(kind, (0,))[0]:,}"
-    yield "  chosen and rejected answer the same", f"{found.identical:,}"
     yield "  desirable answers", f"{found.desirable:,}"
     yield "  undesirable answers", f"{found.undesirable:,}"
     yield "documents", f"{found.documents:,}"

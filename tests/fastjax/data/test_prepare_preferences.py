@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, prepare
+from fastjax.data import Batches, notes, prepare
 from fastjax.data.preferences import Role
 from fastjax.data.prepare_preferences import _common_length
 from fastjax.errors import ConfigError, DataError
@@ -124,14 +124,13 @@ def test_a_pair_longer_than_a_row(tokenizer, write_rows, max_length, too_long, l
 
 def test_pairs_that_say_nothing_and_answers_of_one_kind_are_counted(tokenizer, write_rows):
     """The second is the same once cut."""
-    told = "2 pairs whose chosen and rejected answer are the same tokens, from which no preference is learnt"
     path = write_rows("a.jsonl", [pair("xx ", "q", "q"), pair("y ", "q" * 30, "q" * 31), pair("xx ", "q", "z")])
     found = prepare(path, tokenizer, 20, preferences=PAIRED)
-    assert (
-        told in str(found.statistics) and found.statistics.documents == 6 and "desirable" not in str(found.statistics)
-    )
+    told = f"2 {notes.KINDS[notes.IDENTICAL]} (first: {path}:1)"
+    assert told in str(found.statistics) and "desirable" not in str(found.statistics)
+    assert found.statistics.documents == 6
     single = prepare(path, tokenizer, 80, preferences=UNPAIRED).statistics
-    assert (single.identical, single.desirable, single.undesirable) == (1, 3, 3)
+    assert (single.notes, single.desirable, single.undesirable) == ({notes.IDENTICAL: (1, f"{path}:1")}, 3, 3)
     for label, said in (
         (True, "3 answers desirable, 0 undesirable: none is undesirable, and kto learns from the"),
         (False, "0 answers desirable, 3 undesirable: none is desirable, and kto"),
