@@ -149,7 +149,6 @@ def test_the_size_of_the_chunks_does_not_matter():
 @pytest.mark.exhaustive(
     "qlora-scan-projections-None",
     "full-unroll-none-48",
-    "qlora-scan-offload_attention-48",
 )
 @pytest.mark.parametrize(
     ("kind", "layer_loop", "remat", "chunk"),
