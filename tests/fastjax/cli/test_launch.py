@@ -162,12 +162,12 @@ def whole(start, tmp_path_factory):
 def test_any_process_killed_at_any_moment(start, whole, tmp_path, victim):
     """None of the others stays, and from the newest whole checkpoint it goes on to the bit."""
     draw, output = random.Random(victim), tmp_path / "run"
-    for number in range(7):
+    for number in range(4):
         process = start(output, *LONG)
-        if number == 3:
+        if number == 2:
             until, end = 0, time.monotonic() + draw.uniform(0.0, 8.0)
         else:
-            until, end = 30 * number + draw.randint(1, 30), time.monotonic() + 300
+            until, end = 50 * number + draw.randint(1, 30), time.monotonic() + 300
         process.until(lambda process=process, until=until, end=end: until in process.steps or time.monotonic() > end)
         time.sleep(draw.uniform(0.0, 0.3))
         ranks = process.children()
@@ -188,7 +188,7 @@ def test_a_disk_that_fills_again_and_again(start, whole, tmp_path):
         lend(output / "checkpoints")
         saved = process.output.count(" saved\n") + 1
         assert process.until(lambda: process.output.count(" saved\n") > saved), process.output
-        for number in range(1, 20):
+        for number in range(1, 12):
             fill(draw.randrange(300_000))
             assert process.until(lambda number=number: process.output.count(FULL) >= number, 60), process.output
             fill(None)
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_again_and_again(start, whole, tmp_path):
         process.send(signal.SIGTERM)
         assert process.status(60) == 1
         assert f"fastjax train: error: rank 0 of 2 on {os.uname().nodename}: the checkpoint of step" in process.output
-        assert process.output.count(FULL) >= 20 and "JaxRuntimeError" not in process.output
+        assert process.output.count(FULL) >= 12 and "JaxRuntimeError" not in process.output
         fill(None)
         finish(start, output, whole)
 
