@@ -100,13 +100,13 @@ def _check(found: Architecture, family: Family, model: ModelConfig, get: Reader)
         raise get.wrong("num_key_value_heads", f"{heads}, one a head, {means}")
     if model.moe is not None and model.moe.router.normalize != found.normalizes:
         raise get.wrong("norm_topk_prob", f"{str(found.normalizes).lower()}, {means}")
-    dense = [number for number, layer in enumerate(model.layers) if model.moe is not None and not layer.moe]
+    dense = [number for number, one in enumerate(model.mixtures) if model.moe is not None and not one]
     if dense:
         raise unexpected(get.where, "mixtures", f"one in every layer, {means}", f"layers {dense[:8]} without")
     if found.qk_norm_from is not None and (model.qk_norm is not None) != (layers >= found.qk_norm_from):
         raise get.wrong("use_qk_norm", f"{str(layers >= found.qk_norm_from).lower()} with {layers} layers, {means}")
     free = [i for i in range(layers) if found.position_free is not None and (i + 1) % found.position_free == 0]
-    if free != [i for i, layer in enumerate(model.layers) if layer.rope is None]:
+    if free != [i for i, mixer in enumerate(model.attention) if mixer.rope is None]:
         raise get.wrong("no_rope_layers", f"0 for each {found.position_free}th layer alone, for GGUF")
 
 
@@ -125,7 +125,7 @@ def _mixture_keys(model: ModelConfig) -> dict[str, Any]:
 
 def _windows(found: Architecture, model: ModelConfig, get: Reader, length: int) -> tuple[dict[str, Any], list[str]]:
     """Keys of the windows; a note where llama.cpp ignores them."""
-    windows = [layer.sliding_window for layer in model.layers]
+    windows = [mixer.sliding_window for mixer in model.attention]
     window = next((window for window in windows if window is not None), None)
     if found.period is not None:
         kinds = [FULL if (i + 1) % found.period == 0 else SLIDING for i in range(model.num_hidden_layers)]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from convert.families.family import Family
 from convert.families.olmo2 import AFTER
 from convert.families.windows import types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
         if any(types or ()):
             raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
         return {}
-    return {"layers": tuple((window, "rope") if sliding else (None, None) for sliding in types or ())}
+    return {"mixers": tuple(Attention(window) if sliding else Attention(rope=None) for sliding in types or ())}
 
 
 def _to_hf(config: "ModelConfig") -> dict[str, Any]:
     found = types_to_hf(config)
-    if any(layer.rope is None for layer in config.layers) and found["sliding_window"] is None:
+    if any(mixer.rope is None for mixer in config.attention) and found["sliding_window"] is None:
         found["sliding_window"] = config.max_position_embeddings  # no layer uses it, but it removes their positions
     return found
 

@@ -7,6 +7,7 @@ from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gguf import RMS_EPS, Architecture
 from convert.families.windows import types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked.add("hidden_act")  # hidden_activation takes precedence
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
-    kinds = tuple((window if sliding else None, "rope") for sliding in types)
-    return {**scaled(fields), **query_scale(get), "layers": kinds}
+    mixers = tuple(Attention(window if sliding else None) for sliding in types)
+    return {**scaled(fields), **query_scale(get), "mixers": mixers}
 
 
 def to_hf(config: "ModelConfig") -> dict[str, Any]:

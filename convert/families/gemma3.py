@@ -7,6 +7,7 @@ from convert.families.family import Family, Ignored, nested
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gemma2 import CONSTANTS, query_scale, to_hf
 from convert.families.gguf import Architecture
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes, ropes_to_hf
 
@@ -17,10 +18,10 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     period = get.integer("sliding_window_pattern")
     types = get.layer_types(layers) or [(number + 1) % period != 0 for number in range(layers)]
-    kinds = tuple((window, "local_rope") if sliding else (None, "rope") for sliding in types)
+    mixers = tuple(Attention(window, "local_rope") if sliding else Attention() for sliding in types)
     if window is None and any(types):
         raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    return {**scaled(fields), **query_scale(get), **read_ropes(get, fields), "layers": kinds}
+    return {**scaled(fields), **query_scale(get), **read_ropes(get, fields), "mixers": mixers}
 
 
 GEMMA3_TEXT = Family(

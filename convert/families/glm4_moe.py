@@ -73,7 +73,7 @@ def _to_hf(config: "ModelConfig") -> dict[str, Any]:
         "topk_group": moe.router.groups_per_token,
         "moe_intermediate_size": moe.intermediate_size,
         "n_shared_experts": moe.shared_intermediate_size // moe.intermediate_size,
-        "first_k_dense_replace": [layer.moe for layer in config.layers].index(True),
+        "first_k_dense_replace": config.mixtures.index(True),
     }
 
 

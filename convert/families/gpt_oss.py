@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from convert.families.family import Family
 from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts, softmax_to_hf
 from convert.families.windows import types_to_hf
+from convert.model.layers import Attention
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope
@@ -48,7 +49,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     config = get.config if given else {**get.config, NEW: _ROPE}
     settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     return {
-        "layers": tuple((window if sliding else None, "rope") for sliding in types),
+        "mixers": tuple(Attention(window if sliding else None) for sliding in types),
         "rope": parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"]),
         "swiglu_limit": get.positive("swiglu_limit"),
         "swiglu_alpha": get.positive("swiglu_alpha"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from convert.errors import ConvertError, shorten, shown, unexpected
 from convert.families.family import Family, is_scored, read_sizes
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
+from convert.model.layers import MLP, MOE, Attention, Layer
 from convert.model.reader import Reader
 from convert.model.rope import NAMES as ROPE
 from convert.model.rope import parse_rope, rope_to_hf
@@ -101,7 +102,7 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
         "scored": scored,
         "max_position_embeddings": get.integer("max_position_embeddings"),
         "initializer_range": get.number("initializer_range"),
-        "layers": ((None, "rope"),) * layers,
+        "mixers": (Attention(),) * layers,
         "attention_multiplier": head_dim**-0.5,
         "attention_dropout": get.probability("attention_dropout"),
         **{ours: get.optional_number(theirs) for ours, theirs in family.numbers.items()},
@@ -110,9 +111,12 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
     given = {group for name, groups in family.switches.items() if get.flag(name) for group in groups}
     fields["biases"] = frozenset(given & _BIASES | set(family.constants.get("biases", ())))
     fields |= family.read(get, fields)
+    sparse: tuple[bool, ...] = (False,) * layers
     if family.mixture is not None:
         fields["moe"], sparse = family.mixture.read(get, layers)
-        fields["layers"] = tuple((*layer, one) for layer, one in zip(fields["layers"], sparse, strict=True))
+    fields["layers"] = tuple(
+        Layer(mixer, MOE if one else MLP) for mixer, one in zip(fields.pop("mixers"), sparse, strict=True)
+    )
     if "rope" not in fields:
         positions = fields["max_position_embeddings"]
         settings = rope_settings(config, where, theta=get.defaults["rope_theta"], positions=positions)

@@ -6,13 +6,14 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.mistral import DEFAULTS
 from convert.families.windows import types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 
 
 def _windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     types = get.layer_types(layers) or [True] * layers
-    return {"layers": tuple((window if sliding else None, "rope") for sliding in types)}
+    return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
 
 
 MINISTRAL = Family(

@@ -6,6 +6,7 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.olmo2 import CONSTANTS
 from convert.families.windows import types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes, ropes_to_hf
 from convert.model.spec import ATTENTION_GROUPS
@@ -16,8 +17,8 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     types = get.layer_types(layers) or [(number + 1) % 4 != 0 for number in range(layers)]
     if window is None and any(types):
         raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    kinds = tuple((window, "local_rope") if sliding else (None, "rope") for sliding in types)
-    return {**read_ropes(get, fields), "layers": kinds}
+    mixers = tuple(Attention(window, "local_rope") if sliding else Attention() for sliding in types)
+    return {**read_ropes(get, fields), "mixers": mixers}
 
 
 OLMO3 = Family(

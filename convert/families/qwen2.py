@@ -6,6 +6,7 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.windows import switched_types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 from convert.model.spec import QKV
 
@@ -18,7 +19,7 @@ def read_windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     window = get.optional_integer("sliding_window") if used else None
     get.asked.add("sliding_window")
     types = get.layer_types(layers) or [number >= first for number in range(layers)]
-    return {"layers": tuple((window if sliding else None, "rope") for sliding in types)}
+    return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
 
 
 QWEN2 = Family(

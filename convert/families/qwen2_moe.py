@@ -8,6 +8,7 @@ from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture
 from convert.families.windows import switched_types_to_hf
+from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import QKV
@@ -26,7 +27,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     window = get.optional_integer("sliding_window") if used else None
     get.asked.add("sliding_window")
     types = get.layer_types(layers) or [number % 2 == 0 and number < last for number in range(layers)]
-    return {"layers": tuple((window if sliding else None, "rope") for sliding in types)}
+    return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
 
 
 def _to_hf(config: "ModelConfig") -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, softmax_router, softmax_to_hf, sparse_steps, sparse_steps_to_hf
+from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import ATTENTION_GROUPS
@@ -36,7 +37,7 @@ def mixture_to_hf(config: "ModelConfig") -> dict[str, Any]:
         **softmax_to_hf(config, "num_experts"),
         "norm_topk_prob": config.moe.router.normalize,
         "moe_intermediate_size": config.moe.intermediate_size,
-        **sparse_steps_to_hf(tuple(layer.moe for layer in config.layers)),
+        **sparse_steps_to_hf(config.mixtures),
     }
 
 
@@ -44,11 +45,11 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """One window for all layers with `use_sliding_window`; transformers ignores `max_window_layers`."""
     get.asked |= {"sliding_window", "max_window_layers"}
     window = get.optional_integer("sliding_window") if get.flag("use_sliding_window") else None
-    return {"layers": ((window, "rope"),) * fields["num_hidden_layers"]}
+    return {"mixers": (Attention(window),) * fields["num_hidden_layers"]}
 
 
 def _to_hf(config: "ModelConfig") -> dict[str, Any]:
-    window = config.layers[0].sliding_window
+    window = config.attention[0].sliding_window
     return {**mixture_to_hf(config), "sliding_window": window, "use_sliding_window": window is not None}
 
 

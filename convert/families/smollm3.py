@@ -7,6 +7,7 @@ from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.llama import BIASES
 from convert.families.windows import switched_types_to_hf
+from convert.model.layers import Attention
 from convert.model.reader import Reader
 
 
@@ -22,7 +23,7 @@ def _layers(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     window = window if get.flag("use_sliding_window") else None
     types = get.layer_types(layers) or [not one for one in turning[:layers]]
     kinds = zip(types, turning[:layers], strict=True)
-    return {"layers": tuple((window if sliding else None, "rope" if one else None) for sliding, one in kinds)}
+    return {"mixers": tuple(Attention(window if sliding else None, "rope" if one else None) for sliding, one in kinds)}
 
 
 SMOLLM3 = Family(
@@ -39,7 +40,7 @@ SMOLLM3 = Family(
     read=_layers,
     write=lambda config: {
         **switched_types_to_hf(config),
-        "no_rope_layers": [int(layer.rope is not None) for layer in config.layers],
+        "no_rope_layers": [int(mixer.rope is not None) for mixer in config.attention],
     },
     neutral={"max_window_layers": (28,)},  # Qwen's field in the published files, meaningless here
     gguf=Architecture("SMOLLM3", paired=True, position_free=4),

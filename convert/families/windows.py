@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from convert.model.layers import Attention
 from convert.model.reader import FULL, SLIDING, Reader
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 def types_to_hf(config: "ModelConfig") -> dict[str, Any]:
     """`layer_types` and `sliding_window` of a model with windows in some layers."""
-    windows = [layer.sliding_window for layer in config.layers]
+    windows = [mixer.sliding_window for mixer in config.attention]
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows],
         "sliding_window": next((window for window in windows if window is not None), None),
@@ -31,9 +32,9 @@ def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     if types is not None and set(types) != {window is not None}:
         kind = FULL if window is None else SLIDING
         raise get.wrong("layer_types", f"{kind} for every layer, which is what sliding_window {window} means here")
-    return {"layers": ((window, "rope"),) * layers}
+    return {"mixers": (Attention(window),) * layers}
 
 
 def window_to_hf(config: "ModelConfig") -> dict[str, Any]:
     """The inverse of `window_everywhere`."""
-    return {"sliding_window": config.layers[0].sliding_window}
+    return {"sliding_window": config.attention[0].sliding_window}

@@ -7,28 +7,15 @@ unsupported field that would change the mathematics is refused by name.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from convert.families import family_for
 from convert.families.mapping import read_config, write_config
+from convert.model.layers import MOE, Attention, Layer
 from convert.model.moe import MoeConfig
 from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
 from convert.model.spec import Group, WeightSpec, groups
-
-
-class Layer(NamedTuple):
-    """A layer's own settings.
-
-    Attributes:
-        sliding_window: tokens in the attention's window, the current one included; None: all earlier ones.
-        rope: the `ModelConfig` field of its rotary positions, "rope" or "local_rope"; None: no rotary positions.
-        moe: whether it has a mixture of experts in place of an MLP.
-    """
-
-    sliding_window: int | None = None
-    rope: str | None = "rope"
-    moe: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +23,7 @@ class ModelConfig:
     """A decoder, field names as in Hugging Face's config.json where they mean the same.
 
     Attributes:
-        layers: settings of each layer.
+        layers: kind of each layer.
         biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
             "mlp.down".
         attention_multiplier: factor of the products of queries and keys.
@@ -118,6 +105,16 @@ class ModelConfig:
         """The longest row that the rotary positions support."""
         return self.rope.max_length(self.max_position_embeddings)
 
+    @property
+    def attention(self) -> tuple[Attention, ...]:
+        """The attention of the layers that have one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def mixtures(self) -> tuple[bool, ...]:
+        """Whether each layer has a mixture of experts."""
+        return tuple(layer.ffn == MOE for layer in self.layers)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, where: str = "config.json") -> "ModelConfig":
         """Map a Hugging Face config.json.
@@ -129,9 +126,7 @@ class ModelConfig:
         Raises:
             ConvertError: an unknown model_type, a missing field, or unsupported fields (all named).
         """
-        fields = read_config(family_for(config, where), config, where)
-        fields["layers"] = tuple(Layer(*layer) for layer in fields["layers"])
-        return cls(**fields)
+        return cls(**read_config(family_for(config, where), config, where))
 
     def with_score(self) -> "ModelConfig":
         """The same decoder with one score of each place in the place of logits.
@@ -149,11 +144,11 @@ class ModelConfig:
 
     def layer_specs(self, layer: int) -> tuple[WeightSpec, ...]:
         """A layer's weights, without its number: normalisations, then projections."""
-        return self._kinds[self.layers[layer].moe][0]
+        return self._kinds[self.layers[layer]][0]
 
     def groups(self, layer: int) -> dict[str, Group]:
         """The projections of a layer, "block.group" -> group, in the order of the computation."""
-        return self._kinds[self.layers[layer].moe][1]
+        return self._kinds[self.layers[layer]][1]
 
     def group_of(self, module: WeightPath) -> Group:
         """The group of a layer's projection."""
@@ -162,14 +157,14 @@ class ModelConfig:
         return next(group for group in found if module.part in dict(group.parts))
 
     @functools.cached_property
-    def _kinds(self) -> dict[bool, tuple[tuple[WeightSpec, ...], dict[str, Group]]]:
-        """Whether a layer is a mixture -> its weights and groups."""
+    def _kinds(self) -> dict[Layer, tuple[tuple[WeightSpec, ...], dict[str, Group]]]:
+        """A layer's kind -> its weights and groups."""
         kinds = {}
         for number, layer in enumerate(self.layers):
-            if layer.moe not in kinds:
+            if layer not in kinds:
                 inside = [spec._replace(path=spec.path.inside) for spec in self.specs if spec.path.layer == number]
                 specs = tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
-                kinds[layer.moe] = specs, groups(specs)
+                kinds[layer] = specs, groups(specs)
         return kinds
 
     def to_hf(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from fastjax.errors import ConfigError
 from fastjax.generation.sampling import check_sampling, sample
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.rewards import check_logits
+from fastjax.models.caching import empty_states, step
+from fastjax.models.context import Slots
 from fastjax.models.decoder import lm_logits
 
 
@@ -119,14 +121,8 @@ def _generate(
         return sample(logits, step_key, temperature=temperature, top_k=top_k, top_p=top_p)
 
     positions = jnp.maximum(slots[:, :width] - (width - lengths)[:, None], 0)
-    hidden, cache = model.cached(
-        tokens,
-        positions,
-        filled[:, :width].astype(jnp.int32),
-        model.empty_cache(batch, total),
-        jnp.int32(0),
-        (filled & (slots < width)).astype(jnp.int32),
-    )
+    prompts = Slots(jnp.int32(0), (filled & (slots < width)).astype(jnp.int32), filled[:, :width].astype(jnp.int32))
+    hidden, states = step(model, tokens, positions, prompts, empty_states(model, batch, total))
     first = pick(hidden, jnp.int32(0))
     out = jnp.zeros((batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
 
@@ -138,18 +134,12 @@ def _generate(
         return (number < max_new_tokens) & ~jnp.all(done)
 
     def body(carry: tuple[Array, Array, Array, Array, Any]) -> tuple[Array, Array, Array, Array, Any]:
-        number, token, done, out, cache = carry
+        number, token, done, out, states = carry
         slot = width + number - 1
-        hidden, cache = model.cached(
-            token[:, None],
-            (lengths + number - 1)[:, None],
-            jnp.ones((batch, 1), jnp.int32),
-            cache,
-            slot,
-            (filled & (slots <= slot)).astype(jnp.int32),
-        )
+        places = Slots(slot, (filled & (slots <= slot)).astype(jnp.int32), jnp.ones((batch, 1), jnp.int32))
+        hidden, states = step(model, token[:, None], (lengths + number - 1)[:, None], places, states)
         token = pick(hidden, number)
-        return number + 1, token, done | ended(token), out.at[:, number].set(token), cache
+        return number + 1, token, done | ended(token), out.at[:, number].set(token), states
 
-    start = (jnp.int32(1), first, ended(first), out, cache)
+    start = (jnp.int32(1), first, ended(first), out, states)
     return jax.lax.while_loop(going, body, start)[3]

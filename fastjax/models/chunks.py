@@ -47,7 +47,7 @@ def check_chunk(chunk: Any, config: ModelConfig) -> Chunk:
         return chunk
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ConfigError(f"mlp_chunk: expected auto, None or a number of tokens, got {shown(chunk)}")
-    if all(layer.moe for layer in config.layers):
+    if all(config.mixtures):
         raise ConfigError(f"mlp_chunk: expected auto or null with mixtures of experts in all layers, got {chunk}")
     return chunk
 

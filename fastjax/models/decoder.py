@@ -5,7 +5,7 @@ Modules are the definition and plain pytrees the state: `nnx.split` once, then p
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,20 +19,21 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
-from fastjax.models.attention import Context, LayerCache, document_ranges
 from fastjax.models.chunks import Chunk, chunk_places
+from fastjax.models.context import Context, document_ranges
 from fastjax.models.float8_residuals import keep_in_float8
 from fastjax.models.layer import DecoderLayer
-from fastjax.models.layer_loop import Block, Looped, Sums, added, run_layers
+from fastjax.models.layer_loop import Block, Sums, added, run_layers
+from fastjax.models.layer_parts import LayerParts
 from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
 from fastjax.models.remat import POLICIES, offloads, policy_of
-from fastjax.models.rotary import document_lengths, query_scales, rope_tables
+from fastjax.models.rotary import document_lengths, query_scales, rope_fields, rope_tables
 from fastjax.models.streamed import has_streamed
-from fastjax.models.tensor_parts import copied, layers_on_parts
+from fastjax.models.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
 from fastjax.parallel import in_order, own_tokens, tensor_devices
 from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
 from fastjax.quantization import read_in_place
@@ -99,13 +100,12 @@ class Decoder(nnx.Module):
         self.quantizing: Constant | None = None
         self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
+        float8 = precision.base_compute == "float8"
         self.layers = nnx.List(
             [
                 nnx.List(
                     [
-                        DecoderLayer(
-                            config, index, w, a, precision.in_layer(index), float8=precision.base_compute == "float8"
-                        )
+                        DecoderLayer(LayerParts(config, index, w, a, precision.in_layer(index), float8))
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )
@@ -183,45 +183,8 @@ class Decoder(nnx.Module):
         context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions), mask=mask)
         if model.quantizing is not None:
             context = context._replace(quantizing=model.quantizing[...])
-        x, _, sums = run_blocks(model, x, context)
+        x, sums = run_blocks(model, x, context)
         return Forward(model.norm(in_order(x)), sums)
-
-    def cached(
-        self,
-        tokens: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        cache: Any,
-        cache_index: Int[Array, ""],
-        cache_segment_ids: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B S E"], Any]:
-        """Hidden states of S new tokens after those in the cache, and the cache with them.
-
-        Args:
-            tokens: the new tokens.
-            positions: their positions.
-            segment_ids: 1, or 0 for padding.
-            cache: as `empty_cache` makes it.
-            cache_index: slot of the first new token.
-            cache_segment_ids: the slots that hold tokens, the new ones included.
-        """
-        # Keys are turned when they come, before it is known how long the row gets: it counts for as long as it may get.
-        longest = jnp.full(positions.shape, cache_segment_ids.shape[1], jnp.int32)
-        rotary, scales = rotary_tables(self.config, positions, longest), query_scales(self.config, positions)
-        context = Context(rotary, None, None, segment_ids, cache_index, cache_segment_ids, scales)
-        x, cache, _ = run_blocks(self, embed(self, tokens), context, cache)
-        return self.norm(x), cache
-
-    def empty_cache(self, batch: int, length: int) -> Any:
-        """Room for the keys and values of `length` tokens a row, in the dtype in which attention is computed."""
-        shape = (batch, length, self.config.num_key_value_heads, self.config.head_dim)
-
-        def one(stack: LayerStack, layer: DecoderLayer) -> LayerCache:
-            full = shape if stack.count == 1 else (stack.count, *shape)
-            dtype = jnp.float32 if layer.self_attn.float32 else self.precision.dtype
-            return LayerCache(jnp.zeros(full, dtype), jnp.zeros(full, dtype))
-
-        return [[one(stack, layer) for layer in layers] for stack, layers in zip(self.plan, self.layers, strict=True)]
 
     def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
         """The input of `lm_logits`: the hidden states; beside them a dropped copy if the head's adapter drops."""
@@ -247,72 +210,93 @@ def rotary_tables(config: ModelConfig, positions: Int[Array, "B S"], lengths: In
         positions: position of each token in its document.
         lengths: tokens of that document.
     """
-    names = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
-    return {name: rope_tables(getattr(config, name), config.head_dim, positions, lengths) for name in names}
+    ropes = rope_fields(config)
+    return {name: rope_tables(rope, config.head_dim, positions, lengths) for name, rope in ropes.items()}
 
 
 @jax.named_scope("layers")
-def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, caches: Any = None) -> Looped:
-    """All layers, before the final normalisation.
+def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
+    """All layers, before the final normalisation, and sums over them.
 
     Args:
         model: the decoder.
         x: embeddings.
         context: shared by all layers.
-        caches: as `Decoder.empty_cache` makes them; None: none.
+    """
+    return run_layers(model.plan, stack_blocks(model, x, _run), x, context, remat=model.remat)
+
+
+def stack_blocks(
+    model: Decoder, x: Float[Array, "B S E"], run: Callable[..., Any], *, trained: bool = True
+) -> list[tuple[Block, Any]]:
+    """The block of each stack of layers and its arrays, for a loop over them.
+
+    Args:
+        model: the decoder.
+        x: embeddings.
+        run: (layers of a period, x, context, number of the first, places of a row that an MLP takes at once, *states)
+            -> a block's result.
+        trained: whether the pass has a backward pass.
     """
     # Equal stacks share a function, but for this pass alone: another may be traced with other implementations.
-    block_of, blocks = functools.cache(_block_of), []
+    block_of, blocks = functools.cache(functools.partial(_block_of, run)), []
+    apart = tensor_axes(model.config) if tensor_devices() > 1 else None
     for number, (layers, stack) in enumerate(zip(model.layers, model.plan, strict=True)):
         graphdef, variables = nnx.split(layers)
         arrays = nnx.to_pure_dict(variables)
         axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
         policy = policy_of(model.remat, stack.start)
-        places = None if caches is not None else chunk_places(model.mlp_chunk, x.shape, policy)
-        kept = POLICIES[policy] if caches is None else None
+        places = chunk_places(model.mlp_chunk, x.shape, policy) if trained else None
+        kept = POLICIES[policy] if trained else None
         float8 = policy if kept is not None and kept.float8 else None
         own = tuple(P(*names[stack.count > 1 :]) for names in axes)
-        if tensor_devices() > 1:
-            arrays = copied(arrays, stacked=stack.count > 1)
+        if apart is not None:
+            arrays = copied(arrays, apart, stacked=stack.count > 1)
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
             arrays, shards = parted(arrays, own, read_in_place(arrays))
-            block = block_of(graphdef, None, places, float8, stack.count == 1)
+            block = block_of(graphdef, None, apart, places, float8, stack.count == 1)
             blocks.append((_with_shards(block, stack, shards), arrays))
         else:
-            blocks.append((block_of(graphdef, own, places, float8, stack.count == 1), arrays))
-    return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
+            blocks.append((block_of(graphdef, own, apart, places, float8, stack.count == 1), arrays))
+    return blocks
 
 
 def _block_of(
-    graphdef: nnx.GraphDef, axes: tuple[P, ...] | None, places: int | None, float8: str | None, stays: bool
+    run: Callable[..., Any],
+    graphdef: nnx.GraphDef,
+    axes: tuple[P, ...] | None,
+    apart: TensorAxes | None,
+    places: int | None,
+    float8: str | None,
+    stays: bool,
 ) -> Block:
     """The block function of stacks of equal layers.
 
     Args:
+        run: as of `stack_blocks`.
         graphdef: of one period's layers.
         axes: logical axes of their arrays; None: these come whole.
+        apart: what several devices along `tensor` split; None: there is one.
         places: of a row that the MLP takes at once; None: all.
         float8: the policy, if the MLPs keep gate and up in float8.
         stays: whether these arrays are no slices of a stack (`gathered`).
     """
 
-    def block(x, state, shared, first, cache):
-        apart = tensor_devices() > 1
-        if axes is not None and not apart:
-            state = gathered(state, axes, x, read_in_place(state), stays=stays)
-        layers = nnx.merge(graphdef, state)
+    def block(x, arrays, shared, first, *states):
+        if axes is not None and apart is None:
+            arrays = gathered(arrays, axes, x, read_in_place(arrays), stays=stays)
+        layers = nnx.merge(graphdef, arrays)
         if float8 is not None:
             keep_in_float8(layers, float8, x.dtype, places)
-        if not apart:
-            return _run(layers, x, shared, first, cache, places)
-        x, sums = layers_on_parts(_run_uncached, layers, x, shared, first)
-        return x, None, sums
+        if apart is not None:
+            return layers_on_parts(run, layers, apart, x, shared, first, None, *states)
+        return run(layers, x, shared, first, places, *states)
 
     return block
 
 
 def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
-    """A block that gathers what `parted` took out of its state: whole stacks, of which nobody copies a layer's shards.
+    """A block that gathers what `parted` took out of its arrays: whole stacks, of which nobody copies a layer's shards.
 
     Args:
         block: of whole arrays.
@@ -320,32 +304,24 @@ def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
         shards: of all of them.
     """
 
-    def complete(x, state, shared, first, cache):
+    def complete(x, arrays, shared, first, *states):
         layer = (first - stack.start) // stack.period
-        return block(x, completed(state, shards, layer, x), shared, first, cache)
+        return block(x, completed(arrays, shards, layer, x), shared, first, *states)
 
     return complete
 
 
-def _run(
-    layers: Any, x: Array, context: Context, first: Array, cache: Any, places: int | None
-) -> tuple[Array, Any, Sums]:
-    """Layers one after another; arguments as `Block`'s and `_block_of`'s."""
-    after, total = [], {}
+def _run(layers: Any, x: Array, context: Context, first: Array, places: int | None) -> tuple[Array, Sums]:
+    """Layers one after another on whole rows; arguments as of `stack_blocks`."""
+    total: Sums = {}
     for position, layer in enumerate(layers):
         key = None if context.key is None else jax.random.fold_in(context.key, first + position)
         if context.quantizing is not None:
             for projection in quantized_projections(layer):
                 projection.quantizing = nnx.data(Constant(context.quantizing))
-        x, kept, sums = layer(x, context, key, None if cache is None else cache[position], places)
-        after.append(kept)
+        x, sums = layer(x, context, key, places)
         total = added(total, sums)
-    return x, None if cache is None else after, total
-
-
-def _run_uncached(layers: Any, x: Array, context: Context, first: Array) -> tuple[Array, Sums]:
-    x, _, sums = _run(layers, x, context, first, None, None)
-    return x, sums
+    return x, total
 
 
 @jax.named_scope("head")

@@ -6,7 +6,7 @@ offloads the layers' weights, or updates each layer) can take this one's place.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,32 +26,18 @@ class Block(Protocol):
     """One period of a stack's layers, a pure function."""
 
     def __call__(
-        self, x: Float[Array, "B S E"], state: Any, shared: Any, first: Int[Array, ""], cache: Any
-    ) -> tuple[Float[Array, "B S E"], Any, Sums]:
-        """The output, the cache with this step's tokens (None without one), and the layers' sums.
+        self, x: Float[Array, "B S E"], arrays: Any, shared: Any, first: Int[Array, ""], *states: Any
+    ) -> tuple[Any, ...]:
+        """The output, the states after it, and the layers' sums.
 
         Args:
             x: the input.
-            state: the layers' arrays.
+            arrays: the layers' own.
             shared: arrays that all layers read.
             first: number of the first layer.
-            cache: of these layers, or None.
+            states: in generation, what the layers hold of the tokens before (`mixers.LayerState`).
         """
         ...
-
-
-class Looped(NamedTuple):
-    """The result of all layers.
-
-    Attributes:
-        x: output of the last layer.
-        caches: one a stack; None each without caches.
-        sums: over the layers.
-    """
-
-    x: Float[Array, "B S E"]
-    caches: list[Any]
-    sums: Sums
 
 
 def run_layers(
@@ -59,20 +45,20 @@ def run_layers(
     blocks: Sequence[tuple[Block, Any]],
     x: Float[Array, "B S E"],
     shared: Any,
-    caches: Sequence[Any] | None,
     *,
     remat: str,
-) -> Looped:
+) -> tuple[Float[Array, "B S E"], Sums]:
     """Run the stacks one after another: `lax.scan` where a stack repeats, else a plain call.
 
     Args:
         plan: the stacks.
-        blocks: the block of each and its state, whose leaves lead with the count where the stack repeats.
+        blocks: the block of each and its arrays, which lead with the count where the stack repeats.
         x: the first layer's input.
         shared: arrays that all layers read.
-        caches: one a stack, laid out as the state; None: none.
-        remat: as `policy_of` takes it; a stack's layers are of one policy. A pass with caches has no backward pass and
-            keeps nothing.
+        remat: as `policy_of` takes it; a stack's layers are of one policy.
+
+    Returns:
+        The last layer's output, and sums over the layers.
     """
     gathers = splits_weights()
 
@@ -85,37 +71,76 @@ def run_layers(
 
         return jax.jit(checkpointed(own, policy, scanned=False, gathers=gathers))
 
-    after: list[Any] = []
     total: Sums = {}
-    for number, (stack, (block, state)) in enumerate(zip(plan, blocks, strict=True)):
-        policy = policy_of(remat, stack.start) if caches is None else "none"
-        past = None if caches is None else caches[number]
+    for stack, (block, arrays) in zip(plan, blocks, strict=True):
+        policy = policy_of(remat, stack.start)
         if stack.count == 1:
-            x, cache, sums = single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
-        elif past is None and (has_streamed(state) or (offloads(policy) and not several_devices())):
+            x, sums = single(block, policy)(x, arrays, shared, jnp.int32(stack.start))
+        elif has_streamed(arrays) or (offloads(policy) and not several_devices()):
             block = checkpointed(block, policy, scanned=True, moves=False)
 
-            def layer(x, state, shared, repeat, block=block, stack=stack):
-                x, _, sums = block(x, state, shared, stack.start + stack.period * repeat, None)
-                return x, sums
+            def layer(x, arrays, shared, repeat, block=block, stack=stack):
+                return block(x, arrays, shared, stack.start + stack.period * repeat)
 
-            cache = None
-            x, sums = run_streamed(layer, x, state, shared, stack.count, offload=offloads(policy))
+            x, sums = run_streamed(layer, x, arrays, shared, stack.count, offload=offloads(policy))
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
             block = checkpointed(block, policy, scanned=True, gathers=gathers)
 
             def body(x, xs, block=block):
-                state, first, past = xs
-                x, cache, sums = block(x, on_device(state), shared, first, past)
-                return x, (cache, sums)
+                arrays, first = xs
+                return block(x, on_device(arrays), shared, first)
 
-            firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
-            x, (cache, sums) = jax.lax.scan(body, x, (state, firsts, past))
+            x, sums = jax.lax.scan(body, x, (arrays, _firsts(stack)))
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
-        after.append(cache)
         total = added(total, sums)
-    return Looped(x, after, total)
+    return x, total
+
+
+def run_steps(
+    plan: Sequence[LayerStack],
+    blocks: Sequence[tuple[Block, Any]],
+    x: Float[Array, "B S E"],
+    shared: Any,
+    states: Sequence[Any],
+) -> tuple[Float[Array, "B S E"], list[Any]]:
+    """Run the stacks on new tokens, which has no backward pass and keeps nothing for one.
+
+    Args:
+        plan: the stacks.
+        blocks: as of `run_layers`.
+        x: the first layer's input.
+        shared: arrays that all layers read.
+        states: of each stack, leading with the count where it repeats.
+
+    Returns:
+        The last layer's output, and the states after it.
+    """
+
+    @functools.cache
+    def single(block: Block) -> Block:
+        """As in `run_layers`."""
+        return jax.jit(lambda *arguments: block(*arguments))
+
+    after = []
+    for stack, (block, arrays), before in zip(plan, blocks, states, strict=True):
+        if stack.count == 1:
+            x, state, _ = single(block)(x, arrays, shared, jnp.int32(stack.start), before)
+        else:
+
+            def body(x, xs, block=block):
+                arrays, first, before = xs
+                x, state, _ = block(x, on_device(arrays), shared, first, before)
+                return x, state
+
+            x, state = jax.lax.scan(body, x, (arrays, _firsts(stack), before))
+        after.append(state)
+    return x, after
+
+
+def _firsts(stack: LayerStack) -> Int[Array, "N"]:
+    """Number of the first layer of each repetition."""
+    return stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
 
 
 def added(left: Sums, right: Sums) -> Sums:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Arrays, Block, gated_block
 from fastjax.lora.norm import Made
+from fastjax.models.layer_parts import LayerParts
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import ACTIVATIONS, glu
@@ -30,6 +31,16 @@ class MLP(nnx.Module):
     ):
         self.activation, self.gate_up, self.down = activation, gate_up, down
         self.float32, self.gated, self.float8 = float32, gated, False
+
+    @property
+    def inner(self) -> tuple[Projection, ...]:
+        """The projections of its input."""
+        return (self.gate_up,)
+
+    @property
+    def outer(self) -> tuple[Projection, ...]:
+        """The projections to its output."""
+        return (self.down,)
 
     @jax.named_scope("mlp")
     def __call__(
@@ -127,3 +138,14 @@ class MLP(nnx.Module):
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
         return name_residual(out, "projection")
+
+
+def build_mlp(parts: LayerParts, block: str) -> MLP:
+    """A layer's MLP, or an expert that sees every token.
+
+    Args:
+        parts: of the layer.
+        block: "mlp" or "mlp.shared_expert".
+    """
+    config, gate_up, down = parts.config, parts.projection(f"{block}.gate_up"), parts.projection(f"{block}.down")
+    return MLP(config.hidden_act, gate_up, down, block in parts.float32, gated=config.gated)

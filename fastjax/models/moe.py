@@ -4,9 +4,6 @@ The routed experts are one unit with their adapters (`fastjax.lora.experts`); th
 logits are float32, since those of 16 bits make ties.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +15,8 @@ from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
 from fastjax.lora.params import Constant
 from fastjax.models.layer_loop import Sums
-from fastjax.models.mlp import MLP
+from fastjax.models.layer_parts import LayerParts
+from fastjax.models.mlp import MLP, build_mlp
 from fastjax.models.projection import ExpertsProjection, Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load, route
@@ -121,22 +119,13 @@ class Mixture(nnx.Module):
         return out.astype(x.dtype), _sums(routing, mask)
 
 
-def build_mixture(
-    config: ModelConfig,
-    weights: Mapping[str, Any],
-    adapters: Mapping[str, Any],
-    float32: Collection[str],
-    shared_expert: MLP | None,
-) -> Mixture:
+def build_mixture(parts: LayerParts) -> Mixture:
     """A layer's mixture around leaves that exist.
 
     Args:
-        config: the model's.
-        weights: the tree of the block "mlp".
-        adapters: the layer's, by path.
-        float32: the layer's float32 modules, by path.
-        shared_expert: the one of all tokens, or None.
+        parts: of the layer.
     """
+    config, weights, adapters, float32 = parts.config, parts.weights["mlp"], parts.adapters, parts.float32
     moe = config.moe
     assert moe is not None
 
@@ -157,7 +146,8 @@ def build_mixture(
     wide = any(WeightPath.parse(module).of_experts for module in float32)
     gate_up = experts("gate_up", "gate_up_proj", 2 * moe.intermediate_size)
     routed = Experts(config, gate_up, experts("down", "down_proj", config.hidden_size), wide)
-    return Mixture(router, routed, shared_expert, gate, "mlp" in float32)
+    shared = build_mlp(parts, "mlp.shared_expert") if "mlp.shared_expert.down" in parts.groups else None
+    return Mixture(router, routed, shared, gate, "mlp" in float32)
 
 
 def _sums(routing: Routing, mask: Bool[Array, "B S"] | None) -> Sums:

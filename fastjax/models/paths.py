@@ -8,8 +8,8 @@ from flax import nnx
 
 from convert.model.paths import EXPERTS
 from fastjax.lora.params import LoraExperts, LoraLinear
-from fastjax.models.attention import Attention
 from fastjax.models.decoder import Decoder
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.mlp import MLP
 from fastjax.models.moe import Mixture
 from fastjax.models.projection import ExpertsProjection, Projection
@@ -57,18 +57,21 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
 
 
 def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
-    attention, mlp = layer.self_attn, layer.mlp
-    inner = jnp.dtype(jnp.float32) if attention.float32 else dtype
-    yield _heads(attention, inner, tokens)
-    yield ModulePath(_projection("self_attn", attention.o, inner))
+    mixer, mlp = layer.mixer, layer.mlp
+    inner = jnp.dtype(jnp.float32) if mixer.float32 else dtype
+    if isinstance(mixer, Attention):
+        yield _heads(layer.block, mixer, inner, tokens)
+    else:
+        yield from (ModulePath(_projection(layer.block, projection, inner)) for projection in mixer.inner)
+    yield from (ModulePath(_projection(layer.block, projection, inner)) for projection in mixer.outer)
     if isinstance(mlp, Mixture):
         yield from _mixture(mlp, dtype, tokens)
     else:
         yield from _mlp("mlp", mlp, dtype, tokens)
 
 
-def _heads(attention: Attention, dtype: jnp.dtype, tokens: int) -> ModulePath:
-    line, reason = _projection("self_attn", attention.qkv, dtype), attention.why_not_fused(dtype)
+def _heads(block: str, attention: Attention, dtype: jnp.dtype, tokens: int) -> ModulePath:
+    line, reason = _projection(block, attention.qkv, dtype), attention.why_not_fused(dtype)
     if not attention.qkv.adapters:
         return ModulePath(line)
     if reason is not None:

@@ -121,7 +121,7 @@ def _check_base_compute(base_compute: str, dtype: str, config: ModelConfig, trai
         raise ConfigError(f"{expected} with full_finetuning: it is of the products of frozen weights")
     if dtype != "bfloat16":
         raise ConfigError(f"{expected} with dtype {dtype}: beside it everything is computed in bfloat16")
-    if any(layer.moe for layer in config.layers):
+    if any(config.mixtures):
         raise ConfigError(f"{expected} with mixtures of experts: their grouped products are not served in it")
     device = dispatch.target()
     capability = device.compute_capability

@@ -56,9 +56,8 @@ def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, t
         for position, layer in enumerate(layers):
             if isinstance(layer.mlp, Mixture):
                 raise ConfigError("qat: expected a model without mixtures of experts, got one with them")
-            own = {"self_attn": (layer.self_attn.qkv, layer.self_attn.o), "mlp": (layer.mlp.gate_up, layer.mlp.down)}
-            for block, projections in own.items():
-                for projection in projections:
+            for block, module in ((layer.block, layer.mixer), ("mlp", layer.mlp)):
+                for projection in (*module.inner, *module.outer):
                     if not _left_out(projection, block, stack, position, left_out):
                         _check(projection, f"layers.{stack.start + position}.{block}", aware)
                         projection.quantizer = quantizer

@@ -130,6 +130,12 @@ def rope_tables(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
+def rope_fields(config: ModelConfig) -> dict[str, RopeConfig]:
+    """The fields of `ModelConfig` with the rotary positions of its layers, by name."""
+    names = dict.fromkeys(mixer.rope for mixer in config.attention if mixer.rope is not None)
+    return {name: getattr(config, name) for name in names}
+
+
 def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str, Float[Array, "B S"]]:
     """Factors of the rotated queries, growing with position, for the fields of `ModelConfig` that have any.
 
@@ -141,8 +147,7 @@ def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str,
         `RopeConfig.query_beta`; Llama 4's attention temperature, as Ministral 3 has it.
     """
     found = {}
-    for name in dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None):
-        rope: RopeConfig = getattr(config, name)
+    for name, rope in rope_fields(config).items():
         if rope.query_beta is not None:
             assert rope.original_max_position_embeddings, "query_beta counts in original lengths"
             lengths = (positions // rope.original_max_position_embeddings).astype(jnp.float32)

@@ -13,7 +13,7 @@ is split as its weight is, and the other is whole. Each device reads a copy of i
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,43 @@ from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.attention import Context
+from fastjax.models.context import Context
 from fastjax.models.layout import MIN_ADAPTER
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, CONTEXT, TENSOR, local, rows_split, split_axis, tensor_devices
 from fastjax.parallel.islands import on_axes
+from fastjax.parallel.mesh import MESH_AXES, as_input
 from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
 
-#: Places of the projections of which a device has output rows, and of those of which it has input columns.
-BY_ROWS = (("self_attn", "qkv"), ("mlp", "gate_up"))
-BY_COLUMNS = (("self_attn", "o"), ("mlp", "down"))
 _ADAPTER = ("lora_A", "lora_B")
+
+
+class TensorAxes(NamedTuple):
+    """The groups of projections that devices along `tensor` split, as keys in a layer's tree.
+
+    Attributes:
+        by_rows: those of which a device has output rows.
+        by_columns: those of which it has input columns.
+    """
+
+    by_rows: frozenset[tuple[str, ...]]
+    by_columns: frozenset[tuple[str, ...]]
+
+
+@functools.cache
+def tensor_axes(config: ModelConfig) -> TensorAxes:
+    """As their weights' logical axes lie on the mesh."""
+    rows, columns = set(), set()
+    for index in {layer: index for index, layer in enumerate(config.layers)}.values():
+        groups = config.groups(index)
+        for spec in config.layer_specs(index):
+            if spec.group is not None and spec.path.leaf == "weight":
+                *_, out, into = spec.axes
+                keys = groups[spec.group].path.module.keys
+                rows |= {keys} if TENSOR in MESH_AXES[out] else set()
+                columns |= {keys} if TENSOR in MESH_AXES[as_input(into)] else set()
+    return TensorAxes(frozenset(rows), frozenset(columns))
 
 
 def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
@@ -50,28 +76,29 @@ def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
     """
     if devices == 1:
         return frozen
-    groups = config.groups(0)
+    groups, axes = config.groups(0), tensor_axes(config)
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)
         place = keys[3:5]  # after run and position
-        if keys[0] != "layers" or keys[-1] != "weight" or place not in (*BY_ROWS, *BY_COLUMNS):
+        if keys[0] != "layers" or keys[-1] != "weight" or place not in axes.by_rows | axes.by_columns:
             return weight
         name = ".".join(place)
         _, columns = as_weight(weight).shape
-        if place in BY_COLUMNS and columns % devices:
+        if place in axes.by_columns and columns % devices:
             raise ConfigError(f"parallel.tensor: expected a divisor of the {columns} columns of {name}, got {devices}")
         sizes = tuple(rows for _, rows in groups[name].parts)
-        return _apart(weight, sizes, devices if place in BY_COLUMNS else 1)
+        return _apart(weight, sizes, devices if place in axes.by_columns else 1)
 
     return jax.tree_util.tree_map_with_path(of, frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
-def copied(arrays: Any, *, stacked: bool) -> Any:
+def copied(arrays: Any, axes: TensorAxes, *, stacked: bool) -> Any:
     """Layers' arrays with a copy of each adapter for every device that has the same one; those that `fsdp` splits stay.
 
     Args:
         arrays: of the layers of one period, by position.
+        axes: of the model.
         stacked: whether they lead with an axis over layers, which the copies' axis then follows.
     """
     lead = int(stacked)
@@ -80,7 +107,7 @@ def copied(arrays: Any, *, stacked: bool) -> Any:
         keys = tuple(key.key for key in path)
         if keys[-1] not in _ADAPTER or math.prod(leaf.shape[lead:]) >= MIN_ADAPTER:
             return leaf
-        places = _adapter_places(keys)
+        places = _adapter_places(keys, axes)
         shape = (*leaf.shape[:lead], _count(places[0]), *leaf.shape[lead:])
         copies = jnp.broadcast_to(jnp.expand_dims(leaf, lead), shape)
         return lax.with_sharding_constraint(copies, P(*[None] * lead, *places))
@@ -91,6 +118,7 @@ def copied(arrays: Any, *, stacked: bool) -> Any:
 def layers_on_parts(
     run: Callable[..., Any],
     layers: nnx.List,
+    axes: TensorAxes,
     x: Float[Array, "B S E"],
     shared: Context,
     *rest: Any,
@@ -100,14 +128,15 @@ def layers_on_parts(
     Args:
         run: of the layers, their input and what all layers read; gives their output, and the routers' sums.
         layers: whole, with adapters as `copied` makes them.
+        axes: of the model.
         x: the input.
         shared: that all layers read.
         rest: more arguments, the same on all devices.
     """
     devices, split = tensor_devices(), split_axis(x.shape[0])
     for layer in layers:
-        inner, outer = (layer.self_attn.qkv, layer.mlp.gate_up), (layer.self_attn.o, layer.mlp.down)
-        for projection in (*inner, *outer):
+        inner = (*layer.mixer.inner, *layer.mlp.inner)
+        for projection in (*inner, *layer.mixer.outer, *layer.mlp.outer):
             sizes = tuple(rows for _, rows in projection.parts)
             columns = 1 if projection in inner else devices
             _check_adapters(projection, devices)
@@ -115,7 +144,7 @@ def layers_on_parts(
     graphdef, variables = nnx.split(layers)
     state = nnx.to_pure_dict(variables)
     of_tokens = P(BATCH, CONTEXT)
-    context = Context(of_tokens, P(BATCH), P(), query_scales=of_tokens, mask=of_tokens)  # pyright: ignore
+    context = Context(of_tokens, P(BATCH), P(), of_tokens, of_tokens)  # pyright: ignore
 
     def own(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
         mine = nnx.merge(graphdef, _own_copies(state))
@@ -125,7 +154,7 @@ def layers_on_parts(
         return run(mine, x, shared, *rest)
 
     rows = rows_split(x.shape[0])
-    specs = (_specs(state), rows, context, *[P()] * len(rest))
+    specs = (_specs(state, axes), rows, context, *[P()] * len(rest))
     return local(own, in_specs=specs, out_specs=(rows, P()))(state, x, shared, *rest)
 
 
@@ -145,28 +174,28 @@ def _check_adapters(projection: Projection, devices: int) -> None:
             raise ConfigError(f"parallel.tensor: expected 1 with {what} (on {name}), got {devices}")
 
 
-def _specs(state: Any) -> Any:
+def _specs(state: Any, axes: TensorAxes) -> Any:
     """Where the arrays of some layers lie along `tensor`."""
 
     def of(path: tuple[Any, ...], leaf: Any) -> Any:
         keys = tuple(key.key for key in path)
         place, last = keys[1:3], keys[-1]  # after position
-        by_rows, by_columns = place in BY_ROWS, place in BY_COLUMNS
+        by_rows, by_columns = place in axes.by_rows, place in axes.by_columns
         if last == "weight" and (by_rows or by_columns):
             return as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
         if last not in _ADAPTER:
             return P()
-        copies, *places = _adapter_places(keys)
+        copies, *places = _adapter_places(keys, axes)
         return P(*places) if leaf.ndim == len(places) else P(copies, *places)
 
     return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
-def _adapter_places(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+def _adapter_places(keys: tuple[Any, ...], axes: TensorAxes) -> tuple[Any, ...]:
     """The mesh axes of an adapter's copies [copies, rows, columns]."""
     place, last = keys[1:3], keys[-1]
-    rows = TENSOR if last == "lora_B" and place in BY_ROWS else None
-    columns = TENSOR if last == "lora_A" and place in BY_COLUMNS else None
+    rows = TENSOR if last == "lora_B" and place in axes.by_rows else None
+    columns = TENSOR if last == "lora_A" and place in axes.by_columns else None
     alike = (*BATCH, CONTEXT, TENSOR) if rows is columns is None else (*BATCH, CONTEXT)
     return on_axes(alike, jax.sharding.get_abstract_mesh()), rows, columns
 
@@ -187,19 +216,21 @@ def _own_copies(state: Any) -> Any:
 
 def _shrink(layer: Any, devices: int) -> None:
     """Make a layer with a device's part of the arrays a layer of that size."""
-    attention, mlp, device = layer.self_attn, layer.mlp, lax.axis_index(TENSOR)
-    heads, key_heads, size = attention.shape
-    attention.shape = (heads // devices, key_heads // devices, size)
-    if attention.sinks is not None:
-        weight = attention.sinks.weight
+    mixer, mlp, device = layer.mixer, layer.mlp, lax.axis_index(TENSOR)
+    if not isinstance(mixer, Attention):
+        raise ConfigError(f"parallel.tensor: expected 1 with layers of {layer.block}, got {devices}")
+    heads, key_heads, size = mixer.shape
+    mixer.shape = (heads // devices, key_heads // devices, size)
+    if mixer.sinks is not None:
+        weight = mixer.sinks.weight
         weight.set_value(_own_rows(weight[...], (heads,), devices, device))
-    for projection in (attention.qkv, mlp.gate_up):
+    for projection in (*mixer.inner, *mlp.inner):
         sizes = tuple(rows for _, rows in projection.parts)
         projection.parts = tuple((name, rows // devices) for name, rows in projection.parts)
         projection.weight.set_value(_part(projection.weight.get_value()))
         if projection.bias is not None:
             projection.bias.set_value(_own_rows(projection.bias[...], sizes, devices, device))
-    for projection in (attention.o, mlp.down):
+    for projection in (*mixer.outer, *mlp.outer):
         projection.weight.set_value(_part(projection.weight.get_value()))
         if projection.bias is not None:  # added to one of the shares
             bias = projection.bias[...]

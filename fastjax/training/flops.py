@@ -147,7 +147,7 @@ def step_flops(
         reference: whether there is a second pass forward, without the adapter, as in some losses of preferences.
     """
     products = (6 if reference else 4) * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
-    windows = [min(layer.sliding_window or document_length, document_length) for layer in config.layers]
+    windows = [min(mixer.sliding_window or document_length, document_length) for mixer in config.attention]
     keys = sum(window - window**2 / (2 * document_length) for window in windows) if document_length else 0.0
     attention = (16 if reference else 12) * keys * config.num_attention_heads * config.head_dim
     return float(tokens) * (products + attention)

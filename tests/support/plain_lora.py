@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from fastjax.lora import reference
-from fastjax.models.attention import Attention
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.mlp import MLP
 from pallas_kernels.glu.reference import ACTIVATIONS
 

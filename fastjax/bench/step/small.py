@@ -94,7 +94,7 @@ def _layers(case: StepCase, config: ModelConfig) -> tuple[int, str, bool]:
 def _chunk(case: StepCase, small: StepCase, config: ModelConfig) -> int | None:
     """Tokens of the MLP's chunks, where the case has some."""
     shape = case.mesh or MeshShape()
-    if case.qat is not None or shape.tensor > 1 or all(layer.moe for layer in config.layers):
+    if case.qat is not None or shape.tensor > 1 or all(config.mixtures):
         return case.mlp_chunk  # there are no chunks, and none may be asked for
     rows = case.batch, filled(case)[0].seq // shape.context, config.hidden_size
     policies = {policy_of(case.checkpointing, index) for index in range(config.num_hidden_layers)}

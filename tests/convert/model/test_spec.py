@@ -57,8 +57,8 @@ def test_groups_hold_every_projection_once(family):
 def test_mixtures_and_dense_layers_have_their_own_weights():
     """Two of four layers of the one, a step of two less an excepted layer of the other."""
     glm, qwen = (ModelConfig.from_hf(MIXTURES[name]) for name in ("glm4_moe", "qwen2_moe"))
-    assert [layer.moe for layer in glm.layers] == [False, False, True, True]
-    assert [layer.moe for layer in qwen.layers] == [False, False, False, True]
+    assert list(glm.mixtures) == [False, False, True, True]
+    assert list(qwen.mixtures) == [False, False, False, True]
     dense, sparse = ({spec.path: spec for spec in glm.layer_specs(number)} for number in (1, 2))
     assert "mlp.gate_proj.weight" in dense and not any("expert" in path or "router" in path for path in dense)
     assert set(sparse) - set(dense) == {
@@ -107,7 +107,7 @@ def test_a_wrong_mixture_is_named(family, field, value, expected):
 def test_windows_from_layer_0_or_in_no_layer(config, windows):
     """`max_window_layers` of 0: Qwen 2 has windows from that layer on, its mixtures in layers before it."""
     parsed = ModelConfig.from_hf(config | {"max_window_layers": 0, "layer_types": None})
-    assert {layer.sliding_window for layer in parsed.layers} == {windows}
+    assert {mixer.sliding_window for mixer in parsed.attention} == {windows}
 
 
 _ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastjax.models.attention import Context
+from fastjax.models.context import Context
 from fastjax.models.rotary import rope_tables
 from fastjax.training.step import make_eval_step
 from tests.support import steps, tiny
@@ -29,9 +29,9 @@ def test_the_mean_of_a_layer_over_masks_is_the_layer_without():
     x = jax.random.normal(jax.random.key(5), (1, 12, 48), jnp.float32)
     positions = jnp.arange(12, dtype=jnp.int32)[None]
     context = Context({"rope": rope_tables(decoder.config.rope, 16, positions)}, None, None)
-    draws = jax.jit(jax.vmap(lambda key: leaf.self_attn(x, context, key, None)[0]))
+    draws = jax.jit(jax.vmap(lambda key: leaf.self_attn(x, context, key)))
     found = np.asarray(draws(jax.random.split(jax.random.key(0), 1000)))
-    expected = np.asarray(jax.jit(lambda: leaf.self_attn(x, context, None, None)[0])())
+    expected = np.asarray(jax.jit(lambda: leaf.self_attn(x, context, None))())
     error = np.abs(found.mean(0) - expected) / (found.std(0) / np.sqrt(len(found)) + 1e-6)
     assert found.std(0).max() > 0.05
     assert error.max() < 5  # standard errors; 576 numbers

@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.model.config import Layer, ModelConfig
-from fastjax.models.attention import Attention, Context
+from convert.model.config import ModelConfig
+from convert.model.layers import Attention as Settings
+from fastjax.models.context import Context
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.models.rotary import inverse_frequencies, query_scales, rope_tables
@@ -41,10 +43,10 @@ def ours(config):
     sizes = [("q_proj", HEADS * SIZE), ("k_proj", KEY_HEADS * SIZE), ("v_proj", KEY_HEADS * SIZE)]
     norms = Norm(config, jnp.asarray(w["q_norm"])), Norm(config, jnp.asarray(w["k_norm"]))
     qkv, o = Projection(sizes, jnp.asarray(w["qkv"])), Projection([("o_proj", WIDTH)], jnp.asarray(w["o"]))
-    module = Attention(config, Layer(), qkv, o, norms)
+    module = Attention(config, Settings(), qkv, o, norms)
     rotary = {"rope": rope_tables(config.rope, SIZE, positions)}
     context = Context(rotary, None, None, query_scales=query_scales(config, positions))
-    return np.asarray(module(jnp.asarray(w["x"]), context, None, None)[0])
+    return np.asarray(module(jnp.asarray(w["x"]), context, None))
 
 
 def theirs(config, *, norm_last, beta):

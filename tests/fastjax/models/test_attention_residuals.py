@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from convert.model.config import Layer, ModelConfig
-from fastjax.models.attention import Attention, Context
+from convert.model.config import ModelConfig
+from convert.model.layers import Attention as Settings
+from fastjax.models.context import Context
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.models.remat import checkpointed
@@ -25,11 +27,11 @@ def test_turned_heads_are_kept_in_place_of_the_product(family, capsys):
     norms = None if config.qk_norm is None else (Norm(config, jnp.ones(size)), Norm(config, jnp.ones(size)))
     sizes = [("q_proj", heads * size), ("k_proj", key_heads * size), ("v_proj", key_heads * size)]
     qkv = Projection(sizes, jnp.ones((sum(rows for _, rows in sizes), WIDTH)))
-    module = Attention(config, Layer(), qkv, Projection([("o_proj", WIDTH)], jnp.ones((WIDTH, heads * size))), norms)
+    module = Attention(config, Settings(), qkv, Projection([("o_proj", WIDTH)], jnp.ones((WIDTH, heads * size))), norms)
     tables = rope_tables(config.rope, size, jnp.arange(LENGTH, dtype=jnp.int32)[None])
 
     def layer(x):
-        return module(x, Context({"rope": tables}, None, None), None, None)[0]
+        return module(x, Context({"rope": tables}, None, None), None)
 
     print_saved_residuals(checkpointed(layer, "projections", scanned=False), jnp.ones((1, LENGTH, WIDTH)))
     kept = re.findall(r"f32\[([\d,]+)\] named 'projection'", capsys.readouterr().out)

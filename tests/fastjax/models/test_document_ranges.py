@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from fastjax.data.batches import Batch
-from fastjax.models.attention import document_ranges
+from fastjax.models.context import document_ranges
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from pallas_kernels.attention import segment_ranges

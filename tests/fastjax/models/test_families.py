@@ -11,7 +11,8 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
-from convert.model.config import Layer, ModelConfig
+from convert.model.config import ModelConfig
+from convert.model.layers import Attention, Layer
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
@@ -268,7 +269,7 @@ def test_gemma_3_is_scanned_by_its_period():
     }
     layers = ModelConfig.from_hf(published).layers
     assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
-    assert layers[5] == Layer(None, "rope") and layers[4] == Layer(6, "local_rope")
+    assert layers[5] == Layer() and layers[4] == Layer(Attention(6, "local_rope"))
 
 
 def test_every_table_has_a_mapping():

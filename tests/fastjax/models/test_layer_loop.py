@@ -1,11 +1,11 @@
-"""The layer loop with a block of its own: order, caches, sums over the layers and their gradients."""
+"""The layer loop with a block of its own: order, states, sums over the layers and their gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastjax.models.layer_loop import added, run_layers
+from fastjax.models.layer_loop import added, run_layers, run_steps
 from fastjax.models.layout import LayerStack, arrange
 
 PLAN = (LayerStack(0, 1, 1), LayerStack(1, 2, 3), LayerStack(7, 1, 1))
@@ -15,24 +15,26 @@ SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
 def block_of(stack):
     """x becomes sin(x·s) + shared a layer; layers of the long stack have a number "odd", all have a vector "square"."""
 
-    def block(x, state, shared, first, cache):
+    def block(x, scales, shared, first, *states):
         sums, after = {}, []
-        for position, scale in enumerate(state):
+        for position, scale in enumerate(scales):
             x = jnp.sin(x * scale) + shared
             sums = added(sums, {"square": jnp.sum(x * x, axis=(0, 1))})
             if stack.count > 1:
                 sums = added(sums, {"odd": jnp.sum(x) * (first + position).astype(jnp.float32)})
-            if cache is not None:
-                after.append(cache[position] + x)
-        return x, None if cache is None else after, sums
+            after += [before[position] + x for before in states]
+        return (x, after, sums) if states else (x, sums)
 
     return block
 
 
-def looped(scales, x, remat="none", caches=None):
-    states = arrange([scales[n] for n in range(8)], PLAN)
-    blocks = [(block_of(stack), state) for stack, state in zip(PLAN, states, strict=True)]
-    return run_layers(PLAN, blocks, x, jnp.float32(0.125), caches, remat=remat)
+def blocks_of(scales):
+    arrays = arrange([scales[n] for n in range(8)], PLAN)
+    return [(block_of(stack), own) for stack, own in zip(PLAN, arrays, strict=True)]
+
+
+def looped(scales, x, remat="none"):
+    return run_layers(PLAN, blocks_of(scales), x, jnp.float32(0.125), remat=remat)
 
 
 def plain(scales, x):
@@ -53,8 +55,8 @@ def test_numbers_are_summed_over_the_layers_and_have_gradients(remat):
     x, scales = jnp.linspace(-1.0, 1.0, 6).reshape(1, 2, 3), jnp.asarray(SCALES)
 
     def ours(scales):
-        found = looped(scales, x, remat)
-        return jnp.sum(found.x) + _weighted(found.sums)
+        y, sums = looped(scales, x, remat)
+        return jnp.sum(y) + _weighted(sums)
 
     def theirs(scales):
         y, sums = plain(scales, x)
@@ -66,24 +68,25 @@ def test_numbers_are_summed_over_the_layers_and_have_gradients(remat):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5 * np.abs(expected[1]).max())
 
 
-def test_caches_come_back_stack_by_stack():
+def test_states_come_back_stack_by_stack():
     x, scales = jnp.ones((1, 1, 2)), jnp.asarray(SCALES)
-    caches = arrange([jnp.full((1, 1, 2), float(n)) for n in range(8)], PLAN)
-    found = looped(scales, x, caches=caches).caches
+    states = arrange([jnp.full((1, 1, 2), float(n)) for n in range(8)], PLAN)
+    last, found = run_steps(PLAN, blocks_of(scales), x, jnp.float32(0.125), states)
     assert [[leaf.shape for leaf in stack] for stack in found] == [[(1, 1, 2)], [(3, 1, 1, 2)] * 2, [(1, 1, 2)]]
     y = x
     for n in range(8):
         y = jnp.sin(y * scales[n]) + 0.125
         leaf = found[0][0] if n < 1 else found[2][0] if n == 7 else found[1][(n - 1) % 2][(n - 1) // 2]
         np.testing.assert_allclose(leaf, y + n, rtol=1e-6)
+    np.testing.assert_allclose(last, y, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stack", PLAN[:2])
 def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
     def run(x):
         state = jnp.ones(stack.count) if stack.count > 1 else jnp.float32(1)
-        blocks = [(lambda x, state, *_: (x * state, None, {}), state)]
-        return run_layers([stack], blocks, x, None, None, remat="none")
+        blocks = [(lambda x, state, *_: (x * state, {}), state)]
+        return run_layers([stack], blocks, x, None, remat="none")
 
     program = jax.make_jaxpr(run)(jnp.ones((1, 2, 3))).jaxpr
     assert len(program.outvars) == 1 and all(len(equation.outvars) == 1 for equation in program.eqns)
@@ -93,15 +96,15 @@ def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
 def test_equal_layers_called_one_by_one_are_traced_once(remat):
     traced = []
 
-    def block(x, state, shared, first, cache):
+    def block(x, state, shared, first):
         traced.append(first)
-        return jnp.sin(x * state) + first.astype(jnp.float32), None, {}
+        return jnp.sin(x * state) + first.astype(jnp.float32), {}
 
     plan = [LayerStack(n, 1, 1) for n in range(4)]
 
     def ours(scales):
         states = [(block, scales[n]) for n in range(4)]
-        return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, None, remat=remat).x)
+        return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, remat=remat)[0])
 
     def theirs(scales):
         y = jnp.ones((1, 1, 2))
@@ -120,10 +123,10 @@ def test_another_pass_is_traced_again():
     """Implementations are chosen while a block is traced, by the context of the pass."""
     traced = []
 
-    def block(x, state, shared, first, cache):
+    def block(x, state, shared, first):
         traced.append(first)
-        return x * state, None, {}
+        return x * state, {}
 
     for _ in range(2):
-        run_layers([LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, None, remat="none")
+        run_layers([LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, remat="none")
     assert len(traced) == 2

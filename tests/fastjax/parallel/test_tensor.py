@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import tensor_parts
-from fastjax.models.tensor_parts import BY_COLUMNS, BY_ROWS, held_apart
+from fastjax.models.tensor_parts import held_apart, tensor_axes
 from fastjax.parallel import make_mesh
 from fastjax.quantization import as_weight, dequantize
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
@@ -64,7 +64,10 @@ def test_weights_held_apart_have_the_same_values_and_split():
     assert jax.tree.structure(held_apart(placed, ours.config, 2)) == jax.tree.structure(placed)
     decode = jax.jit(jax.vmap(lambda weight: dequantize(weight, np.float32)))
     layers, apart = (tree["layers"][0][0] for tree in (ours.frozen, placed))
-    for block, group in (*BY_ROWS, *BY_COLUMNS):
+    axes = tensor_axes(ours.config)
+    assert axes.by_rows == {("self_attn", "qkv"), ("mlp", "gate_up")}
+    assert axes.by_columns == {("self_attn", "o"), ("mlp", "down")}
+    for block, group in axes.by_rows | axes.by_columns:
         one, other = layers[block][group]["weight"], apart[block][group]["weight"]
         np.testing.assert_array_equal(decode(one), decode(other))
         specs = jax.tree.leaves(as_weight(other).axes("rows", "columns"))

@@ -56,7 +56,7 @@ def test_experts_in_mxfp4():
 
 def test_layers_keep_their_kinds():
     config = ModelConfig.from_hf(preset_config("gpt-oss-20b", 3, "nf4"))
-    assert [layer.sliding_window for layer in config.layers] == [128, None, 128]
+    assert [mixer.sliding_window for mixer in config.attention] == [128, None, 128]
     assert config.rope.factor == 32 and config.attention_sinks
     with pytest.raises(ConfigError, match="--layers: expected at most the 24 of gpt-oss-20b, got 25"):
         preset_config("gpt-oss-20b", 25, "nf4")

@@ -1,7 +1,6 @@
-"""Self-attention of one layer."""
+"""Softmax attention."""
 
 import zlib
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,58 +8,42 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convert.model.config import Layer, ModelConfig
+from convert.model import layers
+from convert.model.config import ModelConfig
 from fastjax.lora import heads as heads_unit
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.norm import Made
 from fastjax.lora.params import BaseParam
+from fastjax.models.context import Context
+from fastjax.models.layer_parts import LayerParts
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, CONTEXT, ROWS, batch_part, context_devices, local
 from fastjax.residuals import HEADS, name_residual
-from pallas_kernels.attention import SegmentRanges, attention, ring_attention, segment_ranges
+from pallas_kernels.attention import SegmentRanges, attention, ring_attention
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
 
-#: Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`).
-_OWN_KEY = zlib.crc32(b"self_attn") & 0x7FFFFFFF
 
-
-class Context(NamedTuple):
-    """The inputs of all layers, made once a batch.
-
-    Attributes:
-        rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
-            the name of the field of `ModelConfig` that they come from.
-        segment_ranges: where the documents of the whole rows lie; None where every row is one document, and with a
-            cache.
-        key: dropout key of the step; None outside training.
-        segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
-        cache_index: with a cache, the slot of the first of the S tokens; int32 [].
-        cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
-        mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.
-        query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
-        quantizing: whether fake quantisers are in force; None: they are.
-    """
-
-    rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
-    segment_ranges: SegmentRanges | None
-    key: PRNGKeyArray | None
-    segment_ids: Int[Array, "B S"] | None = None
-    cache_index: Int[Array, ""] | None = None
-    cache_segment_ids: Int[Array, "B T"] | None = None
-    query_scales: Mapping[str, Float[Array, "B S"]] = {}
-    mask: Bool[Array, "B S"] | None = None
-    quantizing: Bool[Array, ""] | None = None
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer's past tokens, [B, T, K, D]."""
+class KeysValues(NamedTuple):
+    """Keys and values of the tokens so far."""
 
     keys: Float[Array, "B T K D"]
     values: Float[Array, "B T K D"]
+
+    AXES = (("batch", "length", "key_heads", "head_dim"),) * 2
+
+    def written(
+        self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], index: Int[Array, ""]
+    ) -> "KeysValues":
+        """With S more tokens in the slots from `index` on."""
+        start = (0, index, 0, 0)
+        return KeysValues(
+            jax.lax.dynamic_update_slice(self.keys, keys.astype(self.keys.dtype), start),
+            jax.lax.dynamic_update_slice(self.values, values.astype(self.values.dtype), start),
+        )
 
 
 class Sinks(nnx.Module):
@@ -79,7 +62,7 @@ class Attention(nnx.Module):
 
     Attributes:
         shape: query heads, key heads, head size.
-        layer: the layer's window and rotary positions.
+        settings: its window and rotary positions.
         turning: features of a head that turn; 0: none.
         interleaved: whether a rotary pair is two neighbours.
         whole: whether `q_norm` and `k_norm` are over all heads together.
@@ -98,7 +81,7 @@ class Attention(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layer: Layer,
+        settings: layers.Attention,
         qkv: Projection,
         o: Projection,
         norms: tuple[Norm, Norm] | None,
@@ -106,14 +89,32 @@ class Attention(nnx.Module):
         sinks: Sinks | None = None,
     ):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        rope = None if layer.rope is None else getattr(config, layer.rope)
+        rope = None if settings.rope is None else getattr(config, settings.rope)
         self.turning = 0 if rope is None else rope.rotary_dim(config.head_dim)
-        self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
+        self.settings, self.interleaved, self.whole = settings, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
         self.qkv, self.o, self.sinks = qkv, o, sinks
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
+
+    @property
+    def inner(self) -> tuple[Projection, ...]:
+        """The projections of its input."""
+        return (self.qkv,)
+
+    @property
+    def outer(self) -> tuple[Projection, ...]:
+        """The projections to its output."""
+        return (self.o,)
+
+    def united(self, dtype: jnp.dtype) -> Projection | None:
+        """The projection of its input that takes what `lora.norm` makes of it; None: there is none.
+
+        Args:
+            dtype: of the input.
+        """
+        return None if self.float32 or self.why_not_fused(dtype) is not None else self.qkv
 
     @jax.named_scope("attention")
     def __call__(
@@ -121,49 +122,44 @@ class Attention(nnx.Module):
         x: Float[Array, "B S E"],
         context: Context,
         key: PRNGKeyArray | None,
-        cache: LayerCache | None,
         residual: Float[Array, "B S E"] | None = None,
         made: Made | None = None,
-    ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
-        """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these.
+    ) -> Float[Array, "B S E"]:
+        """As of `Mixer`."""
+        q, k, v = self._heads(x, context, key, made)
+        return self._out(self._attend(q, k, v, context.segment_ranges, key), x.dtype, key, residual)
 
-        Args:
-            x: the inputs.
-            context: of all layers.
-            key: the layer's dropout key; None switches dropout off.
-            cache: keys and values of past tokens, or None.
-            residual: the residual stream, to which the attention's output is added; None: that is returned alone.
-            made: where the way to the heads is one unit, what `lora.norm` has made of x.
-        """
-        batch, length = x.shape[:2]
-        dtype = x.dtype
-        x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = (checkpoint_name(part, HEADS) for part in self._heads(x, context, key, made))
-        if cache is None:
-            out = self._attend(q, k, v, context.segment_ranges, key)
-        else:
-            assert context.cache_index is not None, "a cache needs the slot that its new tokens go to"
-            start = (0, context.cache_index, 0, 0)
-            cache = LayerCache(
-                jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), start),
-                jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), start),
-            )
-            out = attention(
-                q,
-                cache.keys.astype(q.dtype),
-                cache.values.astype(q.dtype),
-                segment_ids=context.segment_ids,
-                kv_segment_ids=context.cache_segment_ids,
-                query_offset=context.cache_index,
-                sinks=self._sink_logits(),
-                **self._options(),
-            )
-        out = out.reshape(batch, length, -1)
-        if residual is None or set(self.o.dtypes(out.dtype)) == {residual.dtype}:
-            (out,) = self.o(out, key, residual=residual)
-            return out.astype(dtype), cache
-        (out,) = self.o(out, key)
-        return residual + out.astype(dtype), cache
+    def init(self, batch: int, length: int, dtype: jnp.dtype) -> KeysValues:
+        """As of `Mixer`."""
+        dtype = jnp.dtype(jnp.float32) if self.float32 else dtype
+        _, key_heads, size = self.shape
+        return KeysValues(*(jnp.zeros((batch, length, key_heads, size), dtype) for _ in KeysValues._fields))
+
+    @jax.named_scope("attention")
+    def step(
+        self,
+        x: Float[Array, "B S E"],
+        state: KeysValues,
+        context: Context,
+        residual: Float[Array, "B S E"] | None = None,
+        made: Made | None = None,
+    ) -> tuple[Float[Array, "B S E"], KeysValues]:
+        """As of `Mixer`."""
+        slots = context.slots
+        assert slots is not None, "new tokens need their slots"
+        q, k, v = self._heads(x, context, None, made)
+        state = state.written(k, v, slots.index)
+        out = attention(
+            q,
+            state.keys.astype(q.dtype),
+            state.values.astype(q.dtype),
+            segment_ids=slots.tokens,
+            kv_segment_ids=slots.filled,
+            query_offset=slots.index,
+            sinks=self._sink_logits(),
+            **self._options(),
+        )
+        return self._out(out, x.dtype, None, residual), state
 
     def why_not_fused(self, dtype: jnp.dtype) -> str | None:
         """The reason, a clause, that the way from input to turned heads is not one unit with its adapters; None: it is.
@@ -195,9 +191,16 @@ class Attention(nnx.Module):
         pass needs it no more. A normalisation needs its input there. Adapters are applied in the same pass where they
         can be, and what `lora.norm` makes of x may be given.
         """
+        x = x.astype(jnp.float32) if self.float32 else x
+        q, k, v = self._projected(x, context, key, made)
+        return checkpoint_name(q, HEADS), checkpoint_name(k, HEADS), checkpoint_name(v, HEADS)
+
+    def _projected(
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, made: Made | None
+    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
         heads, key_heads, size = self.shape
-        rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
-        scales = context.query_scales.get(self.layer.rope or "")
+        rotary = (None, None) if self.settings.rope is None else context.rotary[self.settings.rope]
+        scales = context.query_scales.get(self.settings.rope or "")
         if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
             weight, matrices = self.qkv.operand, matrices_of(self.qkv.adapters)
             parts = describe(self.qkv.parts, self.qkv.adapters)
@@ -241,7 +244,7 @@ class Attention(nnx.Module):
 
     def _attend(self, q, k, v, ranges: SegmentRanges | None, key: PRNGKeyArray | None):
         """Causal attention of whole rows, on each device's own rows, or on the tokens of them that it has."""
-        dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _OWN_KEY)
+        dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _own_key(self.settings.block))
 
         def own(q, k, v, ranges, key, sinks):
             options = self._options()
@@ -255,21 +258,42 @@ class Attention(nnx.Module):
         island = local(own, in_specs=(*(ROWS,) * 3, P(BATCH), P(), P()), out_specs=ROWS)
         return island(q, k, v, ranges, dropped, self._sink_logits())
 
+    def _out(
+        self, out: Float[Array, "B S H D"], dtype: jnp.dtype, key: PRNGKeyArray | None, residual: Array | None
+    ) -> Float[Array, "B S E"]:
+        """The projection of the heads' output, added to the residual stream where there is one."""
+        out = out.reshape(*out.shape[:2], -1)
+        if residual is None or set(self.o.dtypes(out.dtype)) == {residual.dtype}:
+            (out,) = self.o(out, key, residual=residual)
+            return out.astype(dtype)
+        (out,) = self.o(out, key)
+        return residual + out.astype(dtype)
+
     def _sink_logits(self) -> Float[Array, " H"] | None:
         return None if self.sinks is None else self.sinks.weight[...].astype(jnp.float32)
 
     def _options(self) -> dict[str, Any]:
         return {
-            "sliding_window": self.layer.sliding_window,
+            "sliding_window": self.settings.sliding_window,
             "logits_soft_cap": self.soft_cap,
             "scale": self.scale,
         }
 
 
-def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
-    """Where the documents of the rows lie, for `Context`; made on each device of its own rows.
+def _own_key(block: str) -> int:
+    """Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`)."""
+    return zlib.crc32(block.encode()) & 0x7FFFFFFF
+
+
+def build_attention(settings: layers.Attention, parts: LayerParts) -> Attention:
+    """The attention of a layer.
 
     Args:
-        segment_ids: document of each token, never decreasing along the row but for padding, which is 0.
+        settings: its window and rotary positions.
+        parts: of the layer.
     """
-    return local(segment_ranges, in_specs=(P(BATCH),), out_specs=P(BATCH))(segment_ids)
+    config, block = parts.config, settings.block
+    norms = None if config.qk_norm is None else (parts.norm("q_norm", block), parts.norm("k_norm", block))
+    sinks = Sinks(parts.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
+    qkv, o = parts.projection(f"{block}.qkv"), parts.projection(f"{block}.o")
+    return Attention(config, settings, qkv, o, norms, block in parts.float32, sinks)

@@ -1,0 +1,42 @@
+"""A layer's kind: its mixer, which moves values between tokens, and its feed-forward part, which sees one at a time."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple, Protocol
+
+#: Feed-forward parts: an MLP, or a mixture of experts.
+MLP, MOE = "mlp", "moe"
+
+
+class Mixer(Protocol):
+    """The settings of a mixer, hashable: layers with equal ones share a traced body."""
+
+    @property
+    def block(self) -> str:
+        """Name of its block in paths, as transformers has it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Softmax attention.
+
+    Attributes:
+        sliding_window: tokens in the window, the current one included; None: all earlier ones.
+        rope: the `ModelConfig` field of its rotary positions, "rope" or "local_rope"; None: no rotary positions.
+    """
+
+    sliding_window: int | None = None
+    rope: str | None = "rope"
+    block: ClassVar[str] = "self_attn"
+
+
+class Layer(NamedTuple):
+    """A layer's kind.
+
+    Attributes:
+        mixer: settings of its mixer.
+        ffn: `MLP` or `MOE`.
+    """
+
+    mixer: Mixer = Attention()
+    ffn: str = MLP

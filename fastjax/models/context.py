@@ -1,0 +1,57 @@
+"""What all layers read beside the residual stream, made once a batch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from fastjax.parallel import BATCH, local
+from pallas_kernels.attention import SegmentRanges, segment_ranges
+
+
+class Slots(NamedTuple):
+    """New tokens and those before them, whose states the layers hold (`mixers.LayerState`).
+
+    Attributes:
+        index: slot of the first of the S new tokens.
+        filled: which of T slots hold tokens (the new ones included), int32 1 or 0.
+        tokens: which of the new ones are tokens and no padding, likewise.
+    """
+
+    index: Int[Array, ""]
+    filled: Int[Array, "B T"]
+    tokens: Int[Array, "B S"]
+
+
+class Context(NamedTuple):
+    """The inputs of all layers, made once a batch.
+
+    Attributes:
+        rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
+            the name of the field of `ModelConfig` that they come from.
+        segment_ranges: where the documents of the whole rows lie; None where every row is one document, and with
+            `slots`.
+        key: dropout key of the step; None outside training.
+        query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
+        mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.
+        quantizing: whether fake quantisers are in force; None: they are.
+        slots: where the new tokens stand among those before them; None: the rows are whole.
+    """
+
+    rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
+    segment_ranges: SegmentRanges | None
+    key: PRNGKeyArray | None
+    query_scales: Mapping[str, Float[Array, "B S"]] = {}
+    mask: Bool[Array, "B S"] | None = None
+    quantizing: Bool[Array, ""] | None = None
+    slots: Slots | None = None
+
+
+def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
+    """Where the documents of the rows lie, for `Context`; made on each device of its own rows.
+
+    Args:
+        segment_ids: document of each token, never decreasing along the row but for padding, which is 0.
+    """
+    return local(segment_ranges, in_specs=(P(BATCH),), out_specs=P(BATCH))(segment_ids)

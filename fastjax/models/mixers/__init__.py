@@ -1,0 +1,113 @@
+"""What mixes the tokens of a row in a layer.
+
+A mixer is a module that computes whole rows of documents in training, and in generation a few new tokens after those
+whose `LayerState` it is given. A new kind is a class of settings with the name of its block (`convert.model.layers`),
+rows of weights in its families' tables, a module, and an entry in `MIXERS`.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from convert.model import layers
+from fastjax.lora.norm import Made
+from fastjax.models.context import Context
+from fastjax.models.layer_parts import LayerParts
+from fastjax.models.mixers.attention import build_attention
+from fastjax.models.projection import Projection
+
+
+class LayerState(Protocol):
+    """What a layer keeps of the tokens so far, a pytree.
+
+    Attributes:
+        AXES: the names of each leaf's axes: "batch", "length" (a slot a token), and logical axes of weights.
+    """
+
+    AXES: ClassVar[tuple[tuple[str, ...], ...]]
+
+
+class Mixing(Protocol):
+    """What a layer calls to mix its tokens."""
+
+    def united(self, dtype: jnp.dtype) -> Projection | None:
+        """The projection of its input that takes what `lora.norm` makes of it; None: there is none.
+
+        Args:
+            dtype: of the input.
+        """
+        ...
+
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        context: Context,
+        key: PRNGKeyArray | None,
+        residual: Float[Array, "B S E"] | None = None,
+        made: Made | None = None,
+    ) -> Float[Array, "B S E"]:
+        """The output.
+
+        Args:
+            x: normalised inputs.
+            context: of all layers.
+            key: the layer's dropout key; None switches dropout off.
+            residual: the residual stream, to which the output is added; None: the output is returned alone.
+            made: what `lora.norm` has made of x for `united`.
+        """
+        ...
+
+
+class Mixer(Mixing, Protocol):
+    """A mixer of tokens, causal and within documents; a call is of whole rows.
+
+    Attributes:
+        float32: whether all of it is computed in float32, whatever the input's dtype.
+    """
+
+    float32: bool
+
+    @property
+    def inner(self) -> tuple[Projection, ...]:
+        """The projections of its input."""
+        ...
+
+    @property
+    def outer(self) -> tuple[Projection, ...]:
+        """The projections to its output."""
+        ...
+
+    def init(self, batch: int, length: int, dtype: jnp.dtype) -> Any:
+        """The `LayerState` before the first token.
+
+        Args:
+            batch: rows.
+            length: the most tokens that a row will have.
+            dtype: of the computation.
+        """
+        ...
+
+    def step(
+        self,
+        x: Float[Array, "B S E"],
+        state: Any,
+        context: Context,
+        residual: Float[Array, "B S E"] | None = None,
+        made: Made | None = None,
+    ) -> tuple[Float[Array, "B S E"], Any]:
+        """The output for S new tokens of each row, and the state with them.
+
+        Args:
+            x: normalised inputs.
+            state: of the tokens before.
+            context: of all layers, with `slots`.
+            residual: as of a call.
+            made: likewise.
+        """
+        ...
+
+
+#: Class of settings -> (settings, parts) -> the module.
+MIXERS: dict[type, Callable[[Any, LayerParts], Mixer]] = {layers.Attention: build_attention}
