@@ -12,6 +12,7 @@ import numpy as np
 from convert.errors import unexpected
 from convert.families import FAMILIES, Family
 from convert.families.gguf import Architecture
+from convert.families.mapping import read_config
 from convert.gguf_rope import rope_keys
 from convert.model.config import ModelConfig
 from convert.model.reader import FULL, SLIDING, Reader
@@ -53,7 +54,7 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
     if not isinstance(found, Architecture):
         expected = f"one of {', '.join(ARCHITECTURES)} for GGUF ({found})"
         raise unexpected(file, "model_type", expected, family.model_type)
-    model, get = ModelConfig.from_hf(config, where=file), family.reader(config, file)
+    model, get = read_config(config, where=file), family.reader(config, file)
     length = get.integer("model_max_length", model.max_position_embeddings)
     _check(found, family, model, get)
     rope, tensors = rope_keys(found, model, file)

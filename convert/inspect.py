@@ -12,8 +12,8 @@ from convert.adapters import open_adapter
 from convert.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES
+from convert.families.mapping import read_config
 from convert.formats import nf4
-from convert.model.config import ModelConfig
 from convert.model.paths import HEAD, SCORE
 from convert.source import count_tokens
 from convert.weights import Weights, open_weights
@@ -74,7 +74,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
     except ConvertError as error:
         problems.append(str(error))
     try:
-        ModelConfig.from_hf(config, where=str(folder / CONFIG))
+        read_config(config, where=str(folder / CONFIG))
     except ConvertError as error:
         problems.append(str(error))
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

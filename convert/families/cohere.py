@@ -2,7 +2,7 @@
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.model.spec import ATTENTION_GROUPS
+from convert.model.spec import ATTENTION_GROUPS, qk_norm_flag
 
 COHERE = Family(
     "cohere",
@@ -17,7 +17,7 @@ COHERE = Family(
     },
     names={"norm_eps": "layer_norm_eps"},
     numbers={"logit_scale": "logit_scale"},
-    switches={"attention_bias": ATTENTION_GROUPS, "use_qk_norm": ("qk_norm of heads",)},
+    switches={"attention_bias": ATTENTION_GROUPS, "use_qk_norm": (qk_norm_flag("heads"),)},
     constants={
         "norm": "layer",
         "norm_float32": True,

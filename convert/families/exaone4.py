@@ -1,16 +1,14 @@
 """EXAONE 4: normalisations after the blocks, normalised queries and keys, rotary positions in windowed layers alone."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.olmo2 import AFTER
 from convert.families.windows import types_to_hf
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.reader import Reader
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": tuple(Attention(window) if sliding else Attention(rope=None) for sliding in types or ())}
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     found = types_to_hf(config)
     if any(mixer.rope is None for mixer in config.attention) and found["sliding_window"] is None:
         found["sliding_window"] = config.max_position_embeddings  # no layer uses it, but it removes their positions

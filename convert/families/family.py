@@ -7,15 +7,17 @@ every reader of the config.
 
 import dataclasses
 import functools
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.errors import ConvertError, unexpected
 from convert.families.gguf import Architecture
-from convert.families.mixture import PROJECTIONS, Mixture, moe_flags, moe_sizes
+from convert.families.mixture import PROJECTIONS, Mixture
+from convert.model.config import ModelConfig
+from convert.model.layers import MLP as DENSE
+from convert.model.layers import MOE, Layer
 from convert.model.paths import EMBEDDING, EXPERTS, HEAD, SCORE, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import (
@@ -32,13 +34,14 @@ from convert.model.spec import (
     SINKS,
     Row,
     WeightSpec,
+    dimensions,
+    fill_table,
+    head_flag,
     norm,
+    qk_norm_flag,
     table,
 )
 from convert.model.tensors import TensorSpec, tensors_of
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 Config = Mapping[str, Any]
 
@@ -70,8 +73,6 @@ IGNORED = (
 )
 
 
-#: Flag of a family's switches -> how queries and keys are normalised where it is raised.
-QK_NORM_FLAGS = {"qk_norm by head": "head", "qk_norm of heads": "heads"}
 _MERGED = ".experts.gate_up_proj"
 #: Before the names of a text model's modules inside another model, in versions of transformers.
 _INSIDE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
@@ -93,7 +94,7 @@ class Family:
         defaults: Defaults of config.json's fields, where they differ from Llama's.
         names: Field of `ModelConfig` -> its name in config.json, where they differ.
         numbers: Further fields of `ModelConfig`, numbers or null -> their names in config.json.
-        switches: Flags of config.json -> the groups of projections that get a bias, or a key of `QK_NORM_FLAGS`.
+        switches: Flags of config.json -> the groups of projections that get a bias, or a `qk_norm_flag`.
         constants: Fields of `ModelConfig` common to the family.
         mixture: Its mixtures of experts; None: all layers are dense.
         read: (reader, fields so far) -> computed fields of `ModelConfig`.
@@ -121,7 +122,7 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[["ModelConfig"], dict[str, Any]] = _nothing
+    write: Callable[[ModelConfig], dict[str, Any]] = _nothing
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     gguf: Architecture | str = "llama.cpp has no such architecture"
     section: str | None = None
@@ -146,15 +147,16 @@ class Family:
         before_mlp, after_mlp = has.get("mlp_norms", ("post_attention_layernorm", None))
         fused = has.get("fused", False)
         qk_norm = QK_NORMS[has.get("qk_norm")]
+        switched = {flag for flags in self.switches.values() for flag in flags}
         optional = tuple(
-            row._replace(when=flag)
-            for flags in self.switches.values()
-            for flag in flags
-            for row in QK_NORMS[QK_NORM_FLAGS.get(flag)]
+            row._replace(when=qk_norm_flag(how))
+            for how, rows in QK_NORMS.items()
+            if qk_norm_flag(how) in switched
+            for row in rows
         )
         mlp = FUSED_MLP if fused else MLP if has.get("gated", True) else PLAIN_MLP
         if self.mixture is not None:
-            dense = tuple(row._replace(sparse=False) for row in mlp) if self.mixture.dense else ()
+            dense = tuple(row._replace(ffn=DENSE) for row in mlp) if self.mixture.dense else ()
             mlp = (*dense, *self.mixture.rows())
         rows = table(
             norm(before) if before else (),
@@ -236,19 +238,13 @@ class Family:
             ConvertError: A size or a flag is missing or of the wrong type; the message names it.
         """
         get = self.reader(config, file)
-        sizes, flags, layers = read_sizes(get), self._flags(get), get.layers()
-        sparse: tuple[bool, ...] = (False,) * layers
+        sizes, flags, layers = dimensions(**read_sizes(get)), self._flags(get), get.layers()
+        kinds: tuple[Layer, ...] = (Layer(),) * layers
         if self.mixture is not None:
             moe, sparse = self.mixture.read(get, layers)
-            sizes, flags = sizes | moe_sizes(moe), flags | moe_flags(moe)
-        specs: list[WeightSpec] = []
-        wanted = (row for row in self.table if row.when is None or row.when in flags)
-        for layered, group in itertools.groupby(wanted, key=lambda row: row.path.layer is not None):
-            rows = list(group)
-            for i in range(layers) if layered else (None,):
-                here = None if i is None else sparse[i]
-                specs += [row.spec(i, sizes) for row in rows if row.sparse in (None, here)]
-        return tuple(specs)
+            sizes, flags = sizes | moe.sizes, flags | moe.flags
+            kinds = tuple(Layer(ffn=MOE if one else DENSE) for one in sparse)
+        return fill_table(self.table, sizes, flags, kinds)
 
     def tensors(self, config: Config, file: str | os.PathLike[str] = "config.json") -> dict[str, TensorSpec]:
         """The tensors of a checkpoint, by name; as `specs`."""
@@ -354,7 +350,7 @@ class Family:
 
     def _flags(self, get: Reader) -> frozenset[str]:
         raised = {flag for name, flags in self.switches.items() if get.flag(name) for flag in flags}
-        head = "scored" if is_scored(get.config) else "tied" if get.flag("tie_word_embeddings") else "untied"
+        head = head_flag(scored=is_scored(get.config), tied=get.flag("tie_word_embeddings"))
         return frozenset({*raised, *self.constants.get("biases", ()), head})
 
     def _no_module(self, name: str) -> ConvertError:
@@ -369,26 +365,19 @@ def _together(module: WeightPath) -> str:
 
 
 def read_sizes(get: Reader) -> dict[str, int]:
-    """The dimensions of a model, by their names in rows.
+    """The sizes of a decoder, by their names in `ModelConfig`.
 
     Raises:
         ConvertError: A size is missing or wrong.
     """
     width, heads, inner = (get.integer(name) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    key_heads = get.integer("num_key_value_heads", heads)
-    head_size = get.integer("head_dim", max(1, width // heads))
     return {
-        "V": get.integer("vocab_size"),
-        "E": width,
-        "F": inner,
-        "2F": 2 * inner,
-        "H": heads,
-        "K": key_heads,
-        "D": head_size,
-        "H*D": heads * head_size,
-        "K*D": key_heads * head_size,
-        "(H+2K)*D": (heads + 2 * key_heads) * head_size,
-        "1": 1,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": get.integer("num_key_value_heads", heads),
+        "head_dim": get.integer("head_dim", max(1, width // heads)),
+        "vocab_size": get.integer("vocab_size"),
     }
 
 

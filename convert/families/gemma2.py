@@ -1,17 +1,15 @@
 """Gemma 2: Gemma with normalisations on both sides of each block, capped scores and logits, alternating windows."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gguf import RMS_EPS, Architecture
 from convert.families.windows import types_to_hf
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.reader import Reader
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 CONSTANTS = {
     "norm_offset": 1.0,
@@ -34,7 +32,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**scaled(fields), **query_scale(get), "mixers": mixers}
 
 
-def to_hf(config: "ModelConfig") -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> dict[str, Any]:
     """Windows and scale of the scores."""
     return {**types_to_hf(config), "query_pre_attn_scalar": round(config.attention_multiplier**-2)}
 

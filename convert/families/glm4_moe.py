@@ -1,19 +1,17 @@
 """GLM 4.5 and 4.6: partly rotated heads, dense first layers, then mixtures with a sigmoid router, a shared expert."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.errors import unexpected
 from convert.families.family import IGNORED, Family, Ignored
 from convert.families.mixture import Mixture, chosen_experts, number_of_experts
+from convert.model.config import ModelConfig
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope, rope_to_hf
-from convert.model.spec import QKV
+from convert.model.spec import QKV, qk_norm_flag
 from convert.rope import rope_settings
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 _PARTIAL = "partial_rotary_factor"
 
@@ -59,7 +57,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope": rope, "qk_norm": "head" if get.flag("use_qk_norm") else None}
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     return {
@@ -95,7 +93,7 @@ GLM4_MOE = Family(
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
     },
-    switches={"attention_bias": (QKV,), "use_qk_norm": ("qk_norm by head",)},
+    switches={"attention_bias": (QKV,), "use_qk_norm": (qk_norm_flag("head"),)},
     mixture=Mixture(_mixture, dense=True, shared="shared_experts"),
     read=_read,
     write=_to_hf,

@@ -1,20 +1,18 @@
 """gpt-oss: attention sinks, a window in every other layer, and experts with biases and a clamped activation."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts, softmax_to_hf
 from convert.families.windows import types_to_hf
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope
 from convert.model.spec import ATTENTION_GROUPS, INTERLEAVED
 from convert.rope import NEW, OLD, ORIGINAL, rope_settings
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 _ROPE = {
     "rope_type": "yarn",
@@ -56,7 +54,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         **types_to_hf(config),
         "hidden_act": "silu",

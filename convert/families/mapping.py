@@ -1,20 +1,20 @@
 """config.json to `ModelConfig` and back, for every family's table."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.errors import ConvertError, shorten, shown, unexpected
+from convert.families import family_for
 from convert.families.family import Family, is_scored, read_sizes
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
+from convert.model.config import ModelConfig
 from convert.model.layers import MLP, MOE, Attention, Layer
 from convert.model.reader import Reader
 from convert.model.rope import NAMES as ROPE
 from convert.model.rope import parse_rope, rope_to_hf
 from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
 from convert.rope import rope_settings
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
 #: Further fields of a config.json with a text section, about the other part.
@@ -29,37 +29,52 @@ _SAME = (
 )
 
 
-def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `ModelConfig` from a config.json.
+def read_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """A model's settings and weights from a config.json.
 
     Args:
-        family: the model's.
         config: the parsed file.
         where: its name in errors.
 
     Raises:
-        ConvertError: a missing field, or unsupported fields (all named).
+        ConvertError: an unknown model_type, a missing field, or unsupported fields that would change the mathematics
+            (all named).
     """
+    family = family_for(config, where)
     text = family.text_config(config, where)
     if family.section is None:
-        return _read_fields(family, text, where)
-    fields = _read_fields(family, text, f"{where}: {family.section}")
-    tied = config.get("tie_word_embeddings", fields["tie_word_embeddings"])
-    if tied != fields["tie_word_embeddings"]:
+        return _read(family, text, where)
+    found = _read(family, text, f"{where}: {family.section}")
+    tied = config.get("tie_word_embeddings", found.tie_word_embeddings)
+    if tied != found.tie_word_embeddings:
         raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {family.section}, got {shown(tied)}")
-    if fields["final_logit_softcapping"] is not None:  # transformers caps the text model's logits alone
-        given = fields["final_logit_softcapping"]
+    if found.final_logit_softcapping is not None:  # transformers caps the text model's logits alone
+        given = found.final_logit_softcapping
         raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
     _check_scored(family, config, where)
     outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
-    return fields
+    return found
 
 
-def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
-    """The fields of a config.json, as transformers 5 writes them."""
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The computation's fields of a config.json, as transformers 5 writes them."""
+    return _to_hf(family_for({"model_type": config.model_type}), config)
+
+
+def with_score(config: ModelConfig) -> ModelConfig:
+    """The same decoder with one score of each place in the place of logits.
+
+    Raises:
+        ConvertError: transformers has no such class of the family.
+    """
+    family_for({"model_type": config.model_type}).scored({})
+    return dataclasses.replace(config, scored=True, tie_word_embeddings=False)
+
+
+def _to_hf(family: Family, config: ModelConfig) -> dict[str, Any]:
     if family.text is not None and family.section is not None:
-        text = write_config(family.text, config)
+        text = _to_hf(family.text, config)
         tied = config.tie_word_embeddings
         return {"model_type": family.model_type, family.section: text, "tie_word_embeddings": tied}
     fields = {
@@ -78,24 +93,19 @@ def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
     return family.scored(fields) if config.scored else fields
 
 
-def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
     get = Reader(config, where, family.defaults)
     sizes, scored = read_sizes(get), _check_scored(family, config, where)
-    heads, key_heads, width, head_dim = (sizes[name] for name in "HKED")
-    if heads % key_heads:
+    heads, head_dim = sizes["num_attention_heads"], sizes["head_dim"]
+    if heads % sizes["num_key_value_heads"]:
         raise get.wrong("num_key_value_heads", f"a divisor of {heads} heads")
     if head_dim % 2:
         raise ConvertError(f"{where}: head_dim: expected an even number (rotary pairs), got {head_dim}")
     layers = get.layers()
     fields: dict[str, Any] = {
         "model_type": family.model_type,
-        "vocab_size": sizes["V"],
-        "hidden_size": width,
-        "intermediate_size": sizes["F"],
+        **sizes,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": head_dim,
         "hidden_act": get.activation(family.name("hidden_act")),
         "norm_eps": get.number(family.name("norm_eps")),
         "tie_word_embeddings": get.flag("tie_word_embeddings") and not scored,
@@ -104,6 +114,7 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
         "initializer_range": get.number("initializer_range"),
         "mixers": (Attention(),) * layers,
         "attention_multiplier": head_dim**-0.5,
+        "rows": family.table,
         "attention_dropout": get.probability("attention_dropout"),
         **{ours: get.optional_number(theirs) for ours, theirs in family.numbers.items()},
         **family.constants,
@@ -125,7 +136,7 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
     if "layer_types" not in get.asked and any(get.layer_types(layers) or ()):
         raise get.wrong("layer_types", f"full_attention alone: no layer of {family.model_type} has a window")
     refuse_unsupported(config, get.asked, family.neutral, where)
-    return fields
+    return ModelConfig(**fields)
 
 
 def _check_scored(family: Family, config: Mapping[str, Any], where: str) -> bool:

@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.windows import window_everywhere, window_to_hf
+from convert.model.config import ModelConfig
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope, rope_to_hf
 from convert.rope import NEW, OLD, ORIGINAL, rope_settings
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 _BETA = "llama_4_scaling_beta"
 _ROPE = {
@@ -43,7 +41,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**window_everywhere(get, fields), "rope": dataclasses.replace(rope, **scaled)}
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
     return {
         **window_to_hf(config),

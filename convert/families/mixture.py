@@ -7,17 +7,16 @@ after the other, [X, 2F, E] ("merged"; transformers 5 in memory), or by turns an
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.errors import unexpected
 from convert.limits import EXPERTS as MOST_EXPERTS
+from convert.model.config import ModelConfig
+from convert.model.layers import MOE
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, SHARED_DOWN, SHARED_GATE_UP, Row
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: Projection -> its dimensions, its group, and its tensor where all experts share one.
@@ -120,28 +119,7 @@ def _row(
     group: str | None = None,
     when: str | None = None,
 ) -> Row:
-    return Row(f"model.layers.{{i}}.{name}", WeightPath(0, block, part, leaf), dims, kind, group, when, sparse=True)
-
-
-def moe_flags(moe: MoeConfig) -> frozenset[str]:
-    """The flags of rows that not every mixture has."""
-    flags = {
-        "router bias": moe.router.bias,
-        "choice bias": moe.router.choice_bias,
-        "experts bias": moe.bias,
-        "shared expert": moe.shared_intermediate_size > 0,
-        "shared gate": moe.shared_gate,
-    }
-    return frozenset(flag for flag, raised in flags.items() if raised)
-
-
-def moe_sizes(moe: MoeConfig) -> dict[str, int]:
-    """The dimensions of a mixture, by their names in rows."""
-    return {
-        "X": moe.router.num_experts,
-        "EF": moe.intermediate_size,
-        "SF": moe.shared_intermediate_size,
-    }
+    return Row(f"model.layers.{{i}}.{name}", WeightPath(0, block, part, leaf), dims, kind, group, when, ffn=MOE)
 
 
 def number_of_experts(get: Reader, *names: str) -> int:
@@ -182,7 +160,7 @@ def softmax_router(get: Reader, *names: str, normalize: bool | None = None) -> R
     return RouterConfig(experts, chosen_experts(get, experts), normalize=normalize)
 
 
-def softmax_to_hf(config: "ModelConfig", experts: str) -> dict[str, Any]:
+def softmax_to_hf(config: ModelConfig, experts: str) -> dict[str, Any]:
     """The fields of a mixture whose router is a softmax.
 
     Args:

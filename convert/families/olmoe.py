@@ -1,16 +1,14 @@
 """OLMoE: OLMo's normalised queries and keys, and a mixture of experts in every layer."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, everywhere, softmax_router, softmax_to_hf
+from convert.model.config import ModelConfig
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import ATTENTION_GROUPS
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
@@ -20,7 +18,7 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
     return MoeConfig(router, size, load_balancing=balancing), everywhere(layers)
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     assert config.moe is not None
     return {**softmax_to_hf(config, "num_experts"), "norm_topk_prob": config.moe.router.normalize}
 

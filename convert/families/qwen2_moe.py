@@ -1,20 +1,18 @@
 """Qwen 1.5 and 2 with mixtures of experts, and a shared expert with a gate."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families import qwen3_moe
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture
 from convert.families.windows import switched_types_to_hf
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import QKV
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
@@ -30,7 +28,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     assert config.moe is not None
     shared = {"shared_expert_intermediate_size": config.moe.shared_intermediate_size}
     return {**qwen3_moe.mixture_to_hf(config), **shared, **switched_types_to_hf(config)}

@@ -1,18 +1,16 @@
 """Qwen 3 with mixtures of experts, in every layer or in some."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, softmax_router, softmax_to_hf, sparse_steps, sparse_steps_to_hf
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import ATTENTION_GROUPS
-
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
 
 def mixture(get: Reader, layers: int, *, shared: int = 0) -> tuple[MoeConfig, tuple[bool, ...]]:
@@ -30,7 +28,7 @@ def mixture(get: Reader, layers: int, *, shared: int = 0) -> tuple[MoeConfig, tu
     return MoeConfig(router, size, shared, shared > 0, load_balancing=balancing), sparse
 
 
-def mixture_to_hf(config: "ModelConfig") -> dict[str, Any]:
+def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `mixture`."""
     assert config.moe is not None
     return {
@@ -48,7 +46,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": (Attention(window),) * fields["num_hidden_layers"]}
 
 
-def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
     window = config.attention[0].sliding_window
     return {**mixture_to_hf(config), "sliding_window": window, "use_sliding_window": window is not None}
 

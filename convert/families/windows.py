@@ -1,16 +1,14 @@
 """Windowed layers in config.json."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.reader import FULL, SLIDING, Reader
 
-if TYPE_CHECKING:
-    from convert.model.config import ModelConfig
 
-
-def types_to_hf(config: "ModelConfig") -> dict[str, Any]:
+def types_to_hf(config: ModelConfig) -> dict[str, Any]:
     """`layer_types` and `sliding_window` of a model with windows in some layers."""
     windows = [mixer.sliding_window for mixer in config.attention]
     return {
@@ -19,7 +17,7 @@ def types_to_hf(config: "ModelConfig") -> dict[str, Any]:
     }
 
 
-def switched_types_to_hf(config: "ModelConfig") -> dict[str, Any]:
+def switched_types_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The same with `use_sliding_window`."""
     found = types_to_hf(config)
     return {**found, "use_sliding_window": found["sliding_window"] is not None}
@@ -35,6 +33,6 @@ def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": (Attention(window),) * layers}
 
 
-def window_to_hf(config: "ModelConfig") -> dict[str, Any]:
+def window_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `window_everywhere`."""
     return {"sliding_window": config.attention[0].sliding_window}

@@ -1,21 +1,16 @@
 """A model's settings from config.json, checked once and frozen.
 
-`ModelConfig` alone determines the decoder; each family's table maps its config.json onto it (`convert.families`). An
-unsupported field that would change the mathematics is refused by name.
+`ModelConfig` alone determines the decoder and its weights; `convert.families.mapping` reads it from a config.json.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
 
-from convert.families import family_for
-from convert.families.mapping import read_config, write_config
 from convert.model.layers import MOE, Attention, Layer
 from convert.model.moe import MoeConfig
 from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
-from convert.model.spec import Group, WeightSpec, groups
+from convert.model.spec import Group, Row, WeightSpec, dimensions, fill_table, groups, head_flag, qk_norm_flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +18,7 @@ class ModelConfig:
     """A decoder, field names as in Hugging Face's config.json where they mean the same.
 
     Attributes:
+        rows: the family's table of weights, in names of dimensions and flags; the sizes are this config's (`specs`).
         layers: kind of each layer.
         biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
             "mlp.down".
@@ -74,6 +70,7 @@ class ModelConfig:
     initializer_range: float
     layers: tuple[Layer, ...]
     attention_multiplier: float
+    rows: tuple[Row, ...] = dataclasses.field(repr=False, compare=False)
     biases: frozenset[str] = frozenset()
     fused: bool = False
     norm: str = "rms"
@@ -115,32 +112,22 @@ class ModelConfig:
         """Whether each layer has a mixture of experts."""
         return tuple(layer.ffn == MOE for layer in self.layers)
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, where: str = "config.json") -> "ModelConfig":
-        """Map a Hugging Face config.json.
-
-        Args:
-            config: the parsed file.
-            where: its name in errors.
-
-        Raises:
-            ConvertError: an unknown model_type, a missing field, or unsupported fields (all named).
-        """
-        return cls(**read_config(family_for(config, where), config, where))
-
-    def with_score(self) -> "ModelConfig":
-        """The same decoder with one score of each place in the place of logits.
-
-        Raises:
-            ConvertError: transformers has no such class of the family.
-        """
-        family_for({"model_type": self.model_type}).scored({})
-        return dataclasses.replace(self, scored=True, tie_word_embeddings=False)
-
     @functools.cached_property
     def specs(self) -> tuple[WeightSpec, ...]:
         """Every weight, in the order of the model."""
-        return family_for({"model_type": self.model_type}).specs(self.to_hf())
+        sizes = dimensions(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+        )
+        head = head_flag(scored=self.scored, tied=self.tie_word_embeddings)
+        flags = {*self.biases, qk_norm_flag(self.qk_norm), head}
+        if self.moe is not None:
+            sizes, flags = sizes | self.moe.sizes, flags | self.moe.flags
+        return fill_table(self.rows, sizes, flags, self.layers)
 
     def layer_specs(self, layer: int) -> tuple[WeightSpec, ...]:
         """A layer's weights, without its number: normalisations, then projections."""
@@ -166,7 +153,3 @@ class ModelConfig:
                 specs = tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
                 kinds[layer] = specs, groups(specs)
         return kinds
-
-    def to_hf(self) -> dict[str, Any]:
-        """The computation's fields of a config.json, as transformers 5 writes them."""
-        return write_config(family_for({"model_type": self.model_type}), self)

@@ -8,12 +8,13 @@ MLP, MOE = "mlp", "moe"
 
 
 class Mixer(Protocol):
-    """The settings of a mixer, hashable: layers with equal ones share a traced body."""
+    """The settings of a mixer, hashable: layers with equal ones share a traced body.
 
-    @property
-    def block(self) -> str:
-        """Name of its block in paths, as transformers has it."""
-        ...
+    Attributes:
+        block: name of its block in paths, as transformers has it.
+    """
+
+    block: ClassVar[str]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,3 +51,24 @@ class MoeConfig:
     shared_gate: bool = False
     bias: bool = False
     load_balancing: float = 0.0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions of its tensors, by their names in rows."""
+        return {
+            "X": self.router.num_experts,
+            "EF": self.intermediate_size,
+            "SF": self.shared_intermediate_size,
+        }
+
+    @property
+    def flags(self) -> frozenset[str]:
+        """The flags of rows that not every mixture has."""
+        flags = {
+            "router bias": self.router.bias,
+            "choice bias": self.router.choice_bias,
+            "experts bias": self.bias,
+            "shared expert": self.shared_intermediate_size > 0,
+            "shared gate": self.shared_gate,
+        }
+        return frozenset(flag for flag, raised in flags.items() if raised)

@@ -7,9 +7,11 @@ Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K
 experts, EF and SF feed-forward width of an expert and of the shared one.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from convert.model.layers import Layer
 from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 
 #: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero.
@@ -88,11 +90,11 @@ class Row(NamedTuple):
     Attributes:
         name: its name in the checkpoint, with ``{i}`` for the layer's number and ``{x}`` for the expert's.
         path: its path; in layer 0 if it is in a layer.
-        dims: its dimensions, keys of `AXES`.
+        dims: its dimensions, keys of `AXES`, whose sizes are those of `dimensions` and `MoeConfig.sizes`.
         kind: as in `WeightSpec`.
         group: likewise.
         when: the config's flag for the tensor; None: it always exists.
-        sparse: whether mixtures of experts have it, or dense layers; None: both.
+        ffn: the feed-forward part of the layers that have it; None: either.
         layout: as in `WeightSpec`.
     """
 
@@ -102,7 +104,7 @@ class Row(NamedTuple):
     kind: str
     group: str | None = None
     when: str | None = None
-    sparse: bool | None = None
+    ffn: str | None = None
     layout: str = WHOLE
 
     def spec(self, layer: int | None, sizes: dict[str, int]) -> WeightSpec:
@@ -110,6 +112,71 @@ class Row(NamedTuple):
         shape, axes = tuple(sizes[dim] for dim in self.dims), tuple(AXES[dim] for dim in self.dims)
         name = self.name.replace("{i}", str(layer))
         return WeightSpec(self.path.in_layer(layer), name, shape, axes, self.kind, self.group, self.layout)
+
+
+def dimensions(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    head_dim: int,
+) -> dict[str, int]:
+    """The sizes of a decoder's dimensions, by their names in rows."""
+    heads, key_heads = num_attention_heads, num_key_value_heads
+    return {
+        "V": vocab_size,
+        "E": hidden_size,
+        "F": intermediate_size,
+        "2F": 2 * intermediate_size,
+        "H": heads,
+        "K": key_heads,
+        "D": head_dim,
+        "H*D": heads * head_dim,
+        "K*D": key_heads * head_dim,
+        "(H+2K)*D": (heads + 2 * key_heads) * head_dim,
+        "1": 1,
+    }
+
+
+def head_flag(*, scored: bool, tied: bool) -> str:
+    """The flag of a model's head: "scored", "tied" (there is none of its own) or "untied"."""
+    return "scored" if scored else "tied" if tied else "untied"
+
+
+def qk_norm_flag(qk_norm: str | None) -> str:
+    """The flag of scales of queries and keys that a family's config.json may leave out.
+
+    Args:
+        qk_norm: a key of `QK_NORMS`.
+    """
+    return f"qk_norm of {qk_norm}"
+
+
+def fill_table(
+    rows: Sequence[Row], sizes: dict[str, int], flags: Collection[str], layers: Sequence[Layer]
+) -> tuple[WeightSpec, ...]:
+    """Every weight of a model in order: embeddings, layer by layer, normalisation, head.
+
+    Args:
+        rows: the family's table.
+        sizes: of the dimensions.
+        flags: those that the config raises, of `Row.when`.
+        layers: the layers' kinds; those of each mixer alone have the rows of its block.
+    """
+    specs: list[WeightSpec] = []
+    mixers = {layer.mixer.block for layer in layers}
+    wanted = (row for row in rows if row.when is None or row.when in flags)
+    for layered, group in itertools.groupby(wanted, key=lambda row: row.path.layer is not None):
+        members = list(group)
+        if not layered:
+            specs += [row.spec(None, sizes) for row in members]
+        for number, layer in enumerate(layers if layered else ()):
+            others = mixers - {layer.mixer.block}
+            here = (row for row in members if row.ffn in (None, layer.ffn) and row.path.block not in others)
+            specs += [row.spec(number, sizes) for row in here]
+    return tuple(specs)
 
 
 class Group(NamedTuple):

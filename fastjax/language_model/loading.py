@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convert.errors import shown
+from convert.families.mapping import read_config
 from convert.formats import FORMATS
 from convert.hub import Source, fetch
-from convert.model.config import ModelConfig
 from convert.model.spec import QUANTIZED
 from convert.trained_over import held_as
 from fastjax.errors import ConfigError
@@ -173,7 +173,7 @@ class FastLanguageModel:
             base_compute: as for `from_pretrained`.
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
-        parsed = ModelConfig.from_hf(config, where="config")
+        parsed = read_config(config, where="config")
         settings["mlp_chunk"] = check_chunk(mlp_chunk, parsed)
         settings["max_seq_length"] = row_length(max_seq_length, parsed)
         precision = make_precision(

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float32
 
 from convert.errors import ConvertError
-from convert.families import family_for
+from convert.families import family_for, mapping
 from fastjax.data.batches import batch_of
 from fastjax.data.columns import parse_row
 from fastjax.data.documents import Counts
@@ -40,7 +40,7 @@ def with_score(model: "LanguageModel", random_state: int) -> "LanguageModel":
             "get_peft_model"
         )
     try:
-        config, written = model.config.with_score(), family_for(model.hf_config).scored(model.hf_config)
+        config, written = mapping.with_score(model.config), family_for(model.hf_config).scored(model.hf_config)
     except ConvertError as error:
         raise ConfigError(f"with_score_head: {error}") from error
     ids = None if model.tokenizer is None else (model.tokenizer.pad_token_id, model.tokenizer.eos_token_id)

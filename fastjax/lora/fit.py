@@ -9,6 +9,7 @@ from convert.adapter_config import SCORED
 from convert.adapters import Adapter, AdapterConfig, open_adapter
 from convert.expert_adapters import expert_shapes
 from convert.families import family_for
+from convert.families.mapping import with_score
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, SCORE, WeightPath
 from convert.model.spec import ADAPTED
@@ -55,7 +56,7 @@ def open_fitting(
     rows = max(config.vocab_size, adapter_rows(adapter, shapes, tokenizer))
     config = dataclasses.replace(config, vocab_size=rows)
     if adapter.task_type == SCORED and f"{SCORE}.modules_to_save.weight" in shapes:
-        config = config.with_score()  # the model's own head gives way to the adapter's
+        config = with_score(config)  # the model's own head gives way to the adapter's
     check_adapter(adapter, config, new_token_ids, folder)
     check_shapes(adapter, config, shapes, folder)
     return opened, tokenizer

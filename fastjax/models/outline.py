@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.checkpoint import CONFIG, open_checkpoint
+from convert.families.mapping import read_config
 from convert.files import read_json
 from convert.model.config import ModelConfig
 from convert.weights import Weights, open_weights
@@ -76,10 +77,10 @@ def read_outline(
     """
     checkpoint = open_checkpoint(folder) if weights else None
     hf_config: Mapping[str, Any] = read_json(folder / CONFIG) if checkpoint is None else checkpoint.config
-    config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
+    config = read_config(hf_config, where=str(folder / CONFIG))
     if rope_scaling is not None:
         hf_config = with_rope_scaling(hf_config, rope_scaling)
-        config = ModelConfig.from_hf(hf_config)
+        config = read_config(hf_config)
     length = row_length(max_seq_length, config)
     module_paths(float32_modules or (), config)
     loaded, known, new_ids = None, config.vocab_size, []

@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.errors import ConvertError, shown
 from convert.families import family_for
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from convert.model.rope import KINDS, rope_to_hf
 from convert.rope import FULL, NEW, OLD, ORIGINAL, SLIDING
 from fastjax.errors import ConfigError
@@ -27,7 +27,7 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     """
     family = family_for(config)
     text = family.text_config(config)
-    parsed = ModelConfig.from_hf(config)
+    parsed = read_config(config)
     before = parsed.rope
     length = before.original_max_position_embeddings or parsed.max_position_embeddings
     values = {"rope_type": scaling.get("rope_type", scaling.get("type")), **scaling}
@@ -55,7 +55,7 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
         return changed if family.section is None else {**config, family.section: changed}
 
     try:
-        after = ModelConfig.from_hf(whole(), where="model").rope
+        after = read_config(whole(), where="model").rope
     except ConvertError as error:
         raise ConfigError(str(error).replace(NEW, OLD)) from error
     if after.original_max_position_embeddings is not None and kind != "dynamic":

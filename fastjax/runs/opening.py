@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from convert.adapters import CONFIG, Adapter, AdapterConfig, config_from_json
 from convert.checkpoint import WEIGHT_FILES
 from convert.errors import ConvertError
+from convert.families.mapping import with_score
 from convert.files import read_json
 from convert.hub import Source
 from convert.model.config import ModelConfig
@@ -169,7 +170,7 @@ def _with_score(config: TrainConfig, outline: Outline) -> ModelConfig:
             )
         return outline.config
     try:
-        return outline.config.with_score()
+        return with_score(outline.config)
     except ConvertError as error:
         raise ConfigError(f"preferences.loss: reward: {error}") from error
 

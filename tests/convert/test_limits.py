@@ -10,11 +10,11 @@ import pytest
 from convert.adapter_config import AdapterConfig, config_from_json, rank_and_alpha, targets
 from convert.checkpoint import INDEX, open_checkpoint, write_config
 from convert.errors import ConvertError
+from convert.families.mapping import read_config
 from convert.files import parse_json
 from convert.formats import nf4
 from convert.inspect import inspect
 from convert.limits import DIMENSIONS
-from convert.model.config import ModelConfig
 from convert.patterns import fullmatch, match, mistake
 from convert.tensor_file import read_header
 from convert.weights import open_weights
@@ -57,7 +57,7 @@ def test_layers_of_a_config_without_tensors(model_type, count):
     with pytest.raises(
         ConvertError, match="num_hidden_layers: expected (at most 100000|a positive integer below 2³¹), got"
     ):
-        ModelConfig.from_hf(config)
+        read_config(config)
 
 
 def test_layers_of_the_text_half(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
+from convert.families.mapping import read_config
 from convert.gguf_architecture import ARCHITECTURES, hyper_parameters
-from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import inverse_frequencies
@@ -60,7 +60,7 @@ SPELLINGS = {
 def read(config):
     """Everything that reads a config.json before there is a model; whether it was accepted."""
     try:
-        parsed = ModelConfig.from_hf(config)
+        parsed = read_config(config)
     except ConvertError as error:
         assert str(error).startswith("config.json: ") and len(str(error)) < 1500, str(error)[:300]
         accepted = False

@@ -123,9 +123,9 @@ class StepCase:
     @property
     def config(self) -> "ModelConfig":
         """The model's."""
-        from convert.model.config import ModelConfig
+        from convert.families.mapping import read_config
 
-        return ModelConfig.from_hf(self.hf_config)
+        return read_config(self.hf_config)
 
     @property
     def devices(self) -> int:

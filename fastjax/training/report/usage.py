@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from convert.families import FAMILIES, family_for
+from convert.families.mapping import read_config
 from convert.formats.compressed import group_weights
 from convert.hub import split
-from convert.model.config import ModelConfig
 from convert.model.spec import QUANTIZED
 from fastjax.models.module_names import module_paths
 from fastjax.training.config import ModelSection, TrainConfig
@@ -114,7 +114,7 @@ def _merged(
     command = ["fastjax", "convert", "merge", model.model_name, result, "merged"]
     if not _has_4_bits(config):
         command.append("--base_in_nf4")
-        parsed = ModelConfig.from_hf(config)
+        parsed = read_config(config)
         own = module_paths(model.float32_modules or (), parsed)
         kept = [spec.path.module for spec in parsed.specs if spec.kind in QUANTIZED and spec.path.module in own]
         command += ["--skip", *kept] if kept else []

@@ -1,12 +1,13 @@
 """One description of every weight, from which the layers' groups follow."""
 
+import dataclasses
 import math
 
 import pytest
 
 from convert.errors import ConvertError
 from convert.families import FAMILIES
-from convert.model.config import ModelConfig
+from convert.families.mapping import config_to_hf, read_config, with_score
 from convert.model.spec import AXES
 from tests.support.families import CONFIGS, MIXTURES, NESTED
 
@@ -15,7 +16,7 @@ ALL = {**CONFIGS, **MIXTURES, "gemma3": NESTED}
 
 @pytest.mark.parametrize("family", ALL)
 def test_every_weight_says_what_it_is(family):
-    config = ModelConfig.from_hf(ALL[family])
+    config = read_config(ALL[family])
     assert config.specs == FAMILIES[family].specs(ALL[family])
     assert [spec.path for spec in config.specs][0] == "embed_tokens.weight"
     for spec in config.specs:
@@ -32,8 +33,27 @@ def test_every_weight_says_what_it_is(family):
 
 
 @pytest.mark.parametrize("family", ALL)
+def test_the_weights_of_a_changed_config_are_those_of_its_file(family):
+    """A grown vocabulary, fewer layers and another head, after the weights were asked for."""
+    config = read_config(ALL[family])
+    assert config.specs and config.groups(0)
+    for changes in (
+        {"vocab_size": config.vocab_size + 7},
+        {"num_hidden_layers": 1, "layers": config.layers[-1:]},
+        {"tie_word_embeddings": not config.tie_word_embeddings},
+    ):
+        changed = dataclasses.replace(config, **changes)
+        assert changed.specs == FAMILIES[family].specs(config_to_hf(changed)) != config.specs
+    try:
+        scored = with_score(config)
+    except ConvertError:
+        return
+    assert scored.specs == FAMILIES[family].specs(config_to_hf(scored)) and scored.specs[-1].kind == "score"
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_groups_hold_every_projection_once(family):
-    config = ModelConfig.from_hf(ALL[family])
+    config = read_config(ALL[family])
     for layer in range(config.num_hidden_layers):
         groups, specs = config.groups(layer), config.layer_specs(layer)
         parts = {
@@ -56,7 +76,7 @@ def test_groups_hold_every_projection_once(family):
 
 def test_mixtures_and_dense_layers_have_their_own_weights():
     """Two of four layers of the one, a step of two less an excepted layer of the other."""
-    glm, qwen = (ModelConfig.from_hf(MIXTURES[name]) for name in ("glm4_moe", "qwen2_moe"))
+    glm, qwen = (read_config(MIXTURES[name]) for name in ("glm4_moe", "qwen2_moe"))
     assert list(glm.mixtures) == [False, False, True, True]
     assert list(qwen.mixtures) == [False, False, False, True]
     dense, sparse = ({spec.path: spec for spec in glm.layer_specs(number)} for number in (1, 2))
@@ -80,7 +100,7 @@ def test_mixtures_and_dense_layers_have_their_own_weights():
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
 def test_latent_attention_is_refused_by_name(name):
     with pytest.raises(ConvertError, match=f"{name} models cannot be read: it has latent attention"):
-        ModelConfig.from_hf({"model_type": name})
+        read_config({"model_type": name})
 
 
 @pytest.mark.parametrize(
@@ -100,13 +120,13 @@ def test_latent_attention_is_refused_by_name(name):
 )
 def test_a_wrong_mixture_is_named(family, field, value, expected):
     with pytest.raises(ConvertError, match=f"{field}: expected {expected}"):
-        ModelConfig.from_hf(MIXTURES[family] | {field: value})
+        read_config(MIXTURES[family] | {field: value})
 
 
 @pytest.mark.parametrize(("config", "windows"), [(CONFIGS["qwen2"], 5), (MIXTURES["qwen2_moe"], None)])
 def test_windows_from_layer_0_or_in_no_layer(config, windows):
     """`max_window_layers` of 0: Qwen 2 has windows from that layer on, its mixtures in layers before it."""
-    parsed = ModelConfig.from_hf(config | {"max_window_layers": 0, "layer_types": None})
+    parsed = read_config(config | {"max_window_layers": 0, "layer_types": None})
     assert {mixer.sliding_window for mixer in parsed.attention} == {windows}
 
 
@@ -149,4 +169,4 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_mixtures_have_their_number_of_parameters(name):
     config, millions = PUBLISHED[name]
-    assert round(sum(math.prod(spec.shape) for spec in ModelConfig.from_hf(config).specs) / 1e6) == millions
+    assert round(sum(math.prod(spec.shape) for spec in read_config(config).specs) / 1e6) == millions

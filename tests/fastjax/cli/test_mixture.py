@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from convert.families import family_for
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.cli import main
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
@@ -54,7 +54,7 @@ def test_what_is_learnt_and_said(run, capsys):
         assert 0.25 <= row["router_largest_share"] <= 1 / 3 + 1e-6 and 0.9 < row["router_entropy"] <= 1 + 1e-6
         assert 2.9 < row["router_load_balancing_loss"] < 4
     assert "Choice of experts: entropy" in (folder / "report.html").read_text()
-    family, specs = family_for(CONFIG), ModelConfig.from_hf(CONFIG).specs
+    family, specs = family_for(CONFIG), read_config(CONFIG).specs
     adapter, arrays = read_adapter(folder / "adapter", family=family, specs=specs)
     assert adapter.target_parameters == [*EXPERTS, "mlp.gate.weight"]
     shapes = {path: array.shape for path, array in arrays.items() if path.startswith("layers.1.mlp")}

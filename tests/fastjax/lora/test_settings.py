@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from convert.adapter_config import AdapterConfig
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.settings import LoraSettings, fresh_adapter
@@ -35,7 +35,7 @@ def test_all_others_are_pefts():
 
 
 def test_a_routers_rank_and_scale_go_by_its_parameters_name():
-    config, targets = ModelConfig.from_hf(MIXTURES["qwen3_moe"]), {"target_modules": ["q_proj"], "r": 4}
+    config, targets = read_config(MIXTURES["qwen3_moe"]), {"target_modules": ["q_proj"], "r": 4}
     targets["target_parameters"] = ["gate.weight"]
     patterns = {"rank_pattern": {"gate.weight": 2}, "alpha_pattern": {"mlp.gate.weight": 3}}
     adapter = fresh_adapter(config, **targets, **patterns)
@@ -46,10 +46,10 @@ def test_a_routers_rank_and_scale_go_by_its_parameters_name():
 
 
 def test_dora_is_refused_where_peft_holds_an_adapter_on_a_weight():
-    config = ModelConfig.from_hf(MIXTURES["glm4_moe"])
+    config = read_config(MIXTURES["glm4_moe"])
     assert fresh_adapter(config, use_dora=True, target_modules=["q_proj"]).use_dora
     with pytest.raises(
         ConfigError, match=r"use_dora: expected false, .* without .*layers.2.mlp.shared_experts.up_proj"
     ):
         fresh_adapter(config, use_dora=True, target_modules=["q_proj", "shared_experts.up_proj"])
-    fresh_adapter(ModelConfig.from_hf(MIXTURES["qwen2_moe"]), use_dora=True)
+    fresh_adapter(read_config(MIXTURES["qwen2_moe"]), use_dora=True)

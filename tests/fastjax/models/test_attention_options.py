@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from convert.model.layers import Attention as Settings
 from fastjax.models.context import Context
 from fastjax.models.mixers.attention import Attention
@@ -20,7 +20,7 @@ ORIGINAL, BETA = 5, 0.3
 
 
 def configured(**changes):
-    config = ModelConfig.from_hf(families.CONFIGS["qwen3"])
+    config = read_config(families.CONFIGS["qwen3"])
     rope = {"original_max_position_embeddings": ORIGINAL, "query_beta": changes.pop("query_beta", None)}
     return dataclasses.replace(
         config, rope=dataclasses.replace(config.rope, kind="default", attention_factor=1.0, **rope), **changes

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from convert.model.layers import Attention as Settings
 from fastjax.models.context import Context
 from fastjax.models.mixers.attention import Attention
@@ -22,7 +22,7 @@ WIDTH, LENGTH = 32, 24
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_turned_heads_are_kept_in_place_of_the_product(family, capsys):
     """But for a norm before the turn, whose backward pass reads the product's parts."""
-    config = ModelConfig.from_hf(families.CONFIGS[family])
+    config = read_config(families.CONFIGS[family])
     heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     norms = None if config.qk_norm is None else (Norm(config, jnp.ones(size)), Norm(config, jnp.ones(size)))
     sizes = [("q_proj", heads * size), ("k_proj", key_heads * size), ("v_proj", key_heads * size)]

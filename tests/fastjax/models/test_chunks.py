@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
@@ -21,7 +21,7 @@ from tests.support import families, tiny
 
 #: Two whole chunks and a shorter one.
 PLACES = 12
-CONFIG = ModelConfig.from_hf(tiny.CONFIG, where="tiny")
+CONFIG = read_config(tiny.CONFIG, where="tiny")
 #: name -> ranks of gate, up and down, their options, whether every array is trained
 CASES = {
     "NF4": ((8, 8, 8), {"kind": "nf4"}, False),
@@ -125,7 +125,7 @@ def test_a_chunk_that_is_none_is_refused(chunk):
 
 
 def test_a_chunk_of_mixtures_alone_is_refused():
-    config = ModelConfig.from_hf(families.MIXTURES["olmoe"], where="olmoe")
+    config = read_config(families.MIXTURES["olmoe"], where="olmoe")
     assert check_chunk("auto", config) == "auto"
     with pytest.raises(ConfigError, match="mixtures of experts in all layers, got 64"):
         check_chunk(64, config)

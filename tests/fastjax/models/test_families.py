@@ -11,7 +11,7 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
-from convert.model.config import ModelConfig
+from convert.families.mapping import config_to_hf, read_config
 from convert.model.layers import Attention, Layer
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
@@ -49,17 +49,17 @@ def test_fields_that_are_not_supported_are_refused(family):
     tried = [name for name in fields if family_fields.refused(family, name) is not None] + ["sliding_windows"]
     for name in tried:
         with pytest.raises(ConvertError, match=f"(do not support here: {name} = |: {name}: expected )"):
-            ModelConfig.from_hf(EVERY[family] | {name: family_fields.refused(family, name) or 3})
+            read_config(EVERY[family] | {name: family_fields.refused(family, name) or 3})
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS, *MIXTURE_VARIANTS])
 def test_config_there_and_back(variant):
     """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
     _, config = (VARIANTS | SPELLINGS | MIXTURE_VARIANTS)[variant]
-    parsed = ModelConfig.from_hf(config)
-    written = parsed.to_hf()
+    parsed = read_config(config)
+    written = config_to_hf(parsed)
     for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
-        assert ModelConfig.from_hf(same) == parsed
+        assert read_config(same) == parsed
 
 
 #: What says the same as `layer_types` and `no_rope_layers`, which are written.
@@ -72,14 +72,14 @@ def test_fields_that_change_nothing_are_a_list():
     """What is on it may hold anything; what is not is refused, as are layers' types that transformers reads past."""
     config = families.LLAMA
     for name in families.IDLE:
-        assert ModelConfig.from_hf(config | {name: families.IDLE[name]}) == ModelConfig.from_hf(config), name
+        assert read_config(config | {name: families.IDLE[name]}) == read_config(config), name
     layer_types = {"layer_types": [families.FULL, families.SLIDING, families.FULL]}
     wrong = [{"rope_interleaved": True}, {"model_max_len": 77}, {"clip_qkv": 8.0}, layer_types]
     for fields in wrong:
         with pytest.raises(ConvertError, match=next(iter(fields))):
-            ModelConfig.from_hf(config | fields)
+            read_config(config | fields)
     with pytest.raises(ConvertError, match="layer_types: expected sliding_attention for every layer"):
-        ModelConfig.from_hf(CONFIGS["mistral"] | layer_types)
+        read_config(CONFIGS["mistral"] | layer_types)
 
 
 @pytest.mark.torch
@@ -96,7 +96,7 @@ def test_activations_are_transformers_functions():
 @pytest.mark.parametrize("family", EVERY)
 def test_transformers_reads_what_was_there(family):
     config = EVERY[family]
-    before, after = (theirs(found).to_dict() for found in (config, ModelConfig.from_hf(config).to_hf()))
+    before, after = (theirs(found).to_dict() for found in (config, config_to_hf(read_config(config))))
     left_out = {*family_fields.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
     for name in set(before) - left_out:
         assert after[name] == before[name], name
@@ -111,10 +111,10 @@ def test_what_is_left_out_is_transformers_default(family):
     kind = type(theirs(EVERY[family]))
     default = {name: value for name, value in kind().to_dict().items() if name not in family_fields.IRRELEVANT}
     default |= {"model_type": family} | family_fields.DIVISIBLE.get(family, {})
-    expected = ModelConfig.from_hf(default)
+    expected = read_config(default)
     needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     bare = {name: default[name] for name in needed | {"model_type"}}
-    assert ModelConfig.from_hf(bare) == expected
+    assert read_config(bare) == expected
     shapes = [[row.shape for row in family_for(config).specs(config)] for config in (bare, default)]
     assert shapes[0] == shapes[1]
 
@@ -210,8 +210,8 @@ def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
     tiny.write_folder(tmp_path / "whole", NESTED, tensors | other)
     model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
     text = NESTED["text_config"]
-    assert dataclasses.replace(model.config, model_type="gemma3_text") == ModelConfig.from_hf(text)
-    assert ModelConfig.from_hf(model.config.to_hf()) == model.config
+    assert dataclasses.replace(model.config, model_type="gemma3_text") == read_config(text)
+    assert read_config(config_to_hf(model.config)) == model.config
     alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
     tokens = tiny.documents(text, (20,))[0][None]
     assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
@@ -226,13 +226,13 @@ def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
     wrong = {"tie_word_embeddings": True, "text_config": None, "audio_config": {}}
     for name, value in [*wrong.items(), ("text_config", CONFIGS["gemma3_text"])]:
         with pytest.raises(ConvertError, match=name):
-            ModelConfig.from_hf(NESTED | {name: value})
+            read_config(NESTED | {name: value})
 
 
 def test_scaling_is_replaced_where_the_layers_see_everything():
     for config, of in ((CONFIGS["gemma3_text"], lambda found: found), (NESTED, lambda found: found["text_config"])):
         changed = with_rope_scaling(config, {"rope_type": "linear", "factor": 3.0})
-        before, after = ModelConfig.from_hf(config), ModelConfig.from_hf(changed)
+        before, after = read_config(config), read_config(changed)
         assert (after.rope.factor, after.rope.theta) == (3.0, before.rope.theta)
         assert after == dataclasses.replace(before, rope=after.rope)
         assert set(of(changed)) == set(of(config))
@@ -242,7 +242,7 @@ def test_scaling_is_replaced_where_the_layers_see_everything():
 @pytest.mark.parametrize("family", EVERY)
 def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""
-    config = ModelConfig.from_hf(EVERY[family])
+    config = read_config(EVERY[family])
     model = FastLanguageModel.from_config(EVERY[family], dtype="float32", full_finetuning=True, max_seq_length=32)
     tensors = dict(trained_tensors(model))
     rows = {row.path: row.shape for row in family_for(EVERY[family]).specs(EVERY[family])}
@@ -267,7 +267,7 @@ def test_gemma_3_is_scanned_by_its_period():
         "num_hidden_layers": 26,
         "layer_types": None,
     }
-    layers = ModelConfig.from_hf(published).layers
+    layers = read_config(published).layers
     assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
     assert layers[5] == Layer() and layers[4] == Layer(Attention(6, "local_rope"))
 

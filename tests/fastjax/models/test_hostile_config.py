@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from convert.errors import ConvertError
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from convert.model.rope import BY_LENGTH
 from fastjax.models.rotary import frequencies_by_length
 from tests.support import families
@@ -30,16 +30,16 @@ from tests.support import families
 )
 def test_the_sentence_names_file_field_expected_and_got(fields, message):
     with pytest.raises(ConvertError, match=f"^{message}"):
-        ModelConfig.from_hf(families.LLAMA | fields)
+        read_config(families.LLAMA | fields)
 
 
 def test_frequencies_by_length_of_the_smallest_heads():
     for kind in BY_LENGTH:
         lists = {name: 2 * [1.0] for name in ("short_factor", "long_factor") if kind == "longrope"}
         rope = {"rope_type": kind, "rope_theta": 300.0, "factor": 2.0, **lists}
-        parsed = ModelConfig.from_hf(families.LLAMA | {"head_dim": 4, "rope_parameters": rope})
+        parsed = read_config(families.LLAMA | {"head_dim": 4, "rope_parameters": rope})
         lengths = np.full((1, 2), 400, np.int32)
         assert np.isfinite(np.asarray(frequencies_by_length(parsed.rope, 4, lengths))).all()
     with pytest.raises(ConvertError, match="4 or more, got 2"):
         rope = {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 2.0}
-        ModelConfig.from_hf(families.LLAMA | {"head_dim": 2, "rope_parameters": rope})
+        read_config(families.LLAMA | {"head_dim": 2, "rope_parameters": rope})

@@ -5,7 +5,7 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import rope_tables
@@ -39,9 +39,9 @@ def test_the_length_that_a_folder_allows(scaling, max_position_embeddings, reach
     config = tiny.config(
         rope_parameters={"rope_theta": 321.0, **scaling}, max_position_embeddings=max_position_embeddings
     )
-    parsed = ModelConfig.from_hf(config)
+    parsed = read_config(config)
     assert parsed.max_length == reach
-    assert ModelConfig.from_hf(old_spelling(config)) == parsed
+    assert read_config(old_spelling(config)) == parsed
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -62,7 +62,7 @@ def test_the_length_that_a_folder_allows(scaling, max_position_embeddings, reach
 def test_an_override_replaces_the_scaling(base, scaling, written, reach, old):
     config = old_spelling(base) if old else base
     changed = with_rope_scaling(config, scaling)
-    before, after = ModelConfig.from_hf(config).rope, ModelConfig.from_hf(changed)
+    before, after = read_config(config).rope, read_config(changed)
     assert after.max_length == reach and changed["max_position_embeddings"] == written
     assert after.rope.theta == scaling.get("rope_theta", before.theta)
     assert after.rope.kind == scaling.get("rope_type", scaling.get("type"))
@@ -73,10 +73,10 @@ def test_an_override_replaces_the_scaling(base, scaling, written, reach, old):
 
 
 def test_linear_scaling_divides_positions():
-    linear = ModelConfig.from_hf(with_rope_scaling(PLAIN, {"rope_type": "linear", "factor": 4.0})).rope
+    linear = read_config(with_rope_scaling(PLAIN, {"rope_type": "linear", "factor": 4.0})).rope
     positions = np.arange(0, 400, 4, dtype=np.int32)[None]
     stretched = rope_tables(linear, 16, positions)
-    plain = rope_tables(ModelConfig.from_hf(PLAIN).rope, 16, positions // 4)
+    plain = rope_tables(read_config(PLAIN).rope, 16, positions // 4)
     # angles up to 100 radians in float32
     np.testing.assert_allclose(stretched, plain, rtol=0, atol=1e-5)
 
@@ -127,4 +127,4 @@ def test_overrides_that_are_refused(scaling, message):
 def test_a_folder_with_a_scaling_that_is_not_supported_is_refused():
     for scaling in ({"rope_type": "axial"}, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}):
         with pytest.raises(ConvertError, match="rope_parameters"):
-            ModelConfig.from_hf(tiny.config(rope_parameters={"rope_theta": 321.0, **scaling}))
+            read_config(tiny.config(rope_parameters={"rope_theta": 321.0, **scaling}))

@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from convert.errors import ConvertError
 from convert.families import FAMILIES
+from convert.families.mapping import read_config
 from convert.gguf_architecture import hyper_parameters
-from convert.model.config import ModelConfig
 from convert.rope import FULL, SLIDING
 from fastjax.models.rope_override import with_rope_scaling
 from tests.support import families, tiny
@@ -140,9 +140,9 @@ def test_as_transformers_reads_it_or_refused(case):
         config = config_of(family, fields)
         if family in refusing:
             with pytest.raises(ConvertError, match="^config.json: .*(rope|original_max_position_embeddings)"):
-                ModelConfig.from_hf(config)
+                read_config(config)
             continue
-        found = ModelConfig.from_hf(config)
+        found = read_config(config)
         if case.startswith("both, equal") and family in BY_LAYER:
             continue  # a KeyError in transformers
         for name, values in theirs(config).items():
@@ -168,7 +168,7 @@ def test_disagreement_says_which_field_and_the_way_out():
     config = tiny.config(rope_parameters=DEFAULT, rope_scaling=YARN)
     message = r"rope_scaling: .*transformers takes rope_scaling alone.*rope_theta \(10000.0, 300.0\).*remove one"
     with pytest.raises(ConvertError, match=message):
-        ModelConfig.from_hf(config)
+        read_config(config)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_disagreement_says_which_field_and_the_way_out():
 def test_an_override_of_any_spelling(fields, family):
     config = config_of(family, {"rope_theta": 300.0, **fields})
     changed = with_rope_scaling(config, {"rope_type": "yarn", "factor": 4.0})
-    found = ModelConfig.from_hf(changed).rope
+    found = read_config(changed).rope
     assert (found.kind, found.theta, found.factor) == ("yarn", 300.0, 4.0)
     assert theirs(changed)["rope"].items() >= {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0}.items()
 
@@ -193,7 +193,7 @@ def test_what_transformers_reads_past_by_kind_of_layer_is_refused(family):
     full = YARN | {"rope_theta": 300.0, "original_max_position_embeddings": 40, "truncate": False}
     for field in ({"rope_parameters": {FULL: full, SLIDING: LOCAL}}, {"rope_scaling": full}):
         with pytest.raises(ConvertError, match="truncate: expected true or nothing: by kind of layer transformers"):
-            ModelConfig.from_hf(config_of(family, field))
+            read_config(config_of(family, field))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_transformers_reads_past_by_kind_of_layer_is_refused(family):
 def test_a_stretched_base_that_is_wrong(fields, message):
     config = config_of("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0} | fields})
     with pytest.raises(ConvertError, match=message):
-        ModelConfig.from_hf(config)
+        read_config(config)
     stretched = {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 5.0}}
     with pytest.raises(ConvertError, match="head_dim: expected 4 or more, with alpha, got 2"):
-        ModelConfig.from_hf(config_of("hunyuan_v1_dense", stretched) | {"head_dim": 2})
+        read_config(config_of("hunyuan_v1_dense", stretched) | {"head_dim": 2})

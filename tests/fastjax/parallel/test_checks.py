@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, check_mesh
 from tests.support import families, tiny
 
-CONFIG = ModelConfig.from_hf(tiny.config())
-MIXTURE = ModelConfig.from_hf(families.MIXTURES["qwen2_moe"])
+CONFIG = read_config(tiny.config())
+MIXTURE = read_config(families.MIXTURES["qwen2_moe"])
 NORMED = dataclasses.replace(CONFIG, qk_norm="projection")
 FUSED = dataclasses.replace(CONFIG, fused=True)
 DROPPED = dataclasses.replace(CONFIG, attention_dropout=0.1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
@@ -190,7 +190,7 @@ def test_a_checkpoint_holds_what_is_kept_back_and_a_bad_step_leaves_it(tmp_path)
     ],
 )
 def test_what_an_exchange_does_not_serve_is_refused(family, shape, name, expected):
-    config = ModelConfig.from_hf(CONFIG if family == "llama" else families.MIXTURES[family])
+    config = read_config(CONFIG if family == "llama" else families.MIXTURES[family])
     with pytest.raises(ConfigError, match=f"^parallel.gradient_exchange: expected {expected}.*, got {name}$"):
         check_exchange(config, shape, name)
     check_exchange(config, shape, "float32")

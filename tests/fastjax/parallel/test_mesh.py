@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, make_mesh, shard_frozen
@@ -34,7 +34,7 @@ def test_matrices_are_split_by_output_rows_and_vectors_repeated():
         "layers": {0: {0: {"input_layernorm": {"weight": jnp.zeros((32, 64))}, "self_attn": attention}}},
         "norm": {"weight": jnp.zeros(64)},
     }
-    axes = logical_axes(frozen, ModelConfig.from_hf(CONFIG))
+    axes = logical_axes(frozen, read_config(CONFIG))
     shardings = shard_frozen(frozen, axes, make_mesh(data=2, fsdp=4))
     found = {jax.tree_util.keystr(path): s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]}
     split = {name for name, spec in found.items() if "fsdp" in spec}

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")
@@ -91,7 +91,7 @@ def test_old_spelling_of_rope():
     scaling = {name: value for name, value in tiny.ROPE.items() if name != "rope_theta"}
     old = {name: value for name, value in tiny.CONFIG.items() if name != "rope_parameters"}
     old |= {"rope_theta": tiny.ROPE["rope_theta"], "rope_scaling": scaling}
-    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(tiny.CONFIG)
+    assert read_config(old) == read_config(tiny.CONFIG)
 
 
 SMALL_CHANGES = {

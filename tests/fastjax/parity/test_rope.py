@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import frequencies_by_length, inverse_frequencies
 from tests.support import tiny
@@ -55,7 +55,7 @@ def test_frequencies(kind, head_dim, theta, length):
     scaling = scaling_of(kind, head_dim) | {"rope_theta": theta}
     config = tiny.config(head_dim=head_dim, rope_parameters=scaling, max_position_embeddings=length)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**config))
-    rope = ModelConfig.from_hf(config).rope
+    rope = read_config(config).rope
     # a few float32 operations in another order
     np.testing.assert_allclose(inverse_frequencies(rope, head_dim), expected.numpy(), rtol=5e-7)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)

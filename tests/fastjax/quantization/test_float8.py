@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.lora import mlp
@@ -227,11 +227,11 @@ def test_settings_that_are_refused(options, message):
     given = {"dtype": "bfloat16", "base_compute": "float8"} | options
     dtype = given.pop("dtype")
     with pytest.raises(ConfigError, match=message):
-        make_precision(dtype, "float32", None, ModelConfig.from_hf(CONFIG, where="config"), **given)
+        make_precision(dtype, "float32", None, read_config(CONFIG, where="config"), **given)
 
 
 def test_mixtures_and_cards_without_float8_are_refused():
-    config = ModelConfig.from_hf(CONFIG, where="config")
+    config = read_config(CONFIG, where="config")
     for card in ("NVIDIA A100-SXM4-80GB", "Tesla T4"):
         device = AbstractDevice(device_kind=card, num_cores=None, platform="cuda")
         with (
@@ -239,7 +239,7 @@ def test_mixtures_and_cards_without_float8_are_refused():
             pytest.raises(ConfigError, match=f"base_compute: .*on {card} .*compute capability 8.9 or more"),
         ):
             make_precision("bfloat16", "float32", None, config, base_compute="float8")
-    moe = ModelConfig.from_hf(families.MIXTURES["qwen3_moe"], where="config")
+    moe = read_config(families.MIXTURES["qwen3_moe"], where="config")
     with pytest.raises(ConfigError, match="base_compute: .*got float8 with mixtures of experts"):
         make_precision("bfloat16", "float32", None, moe, base_compute="float8")
     with pytest.raises(ConfigError, match="model.base_compute: expected null with model.full_finetuning: true"):

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 import fastjax
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
+from convert.families.mapping import config_to_hf, read_config
 from convert.gguf import export_gguf
 from convert.merge import merge
-from convert.model.config import ModelConfig
 from convert.quantize import quantize
 from convert.weights import open_weights
 from fastjax import (
@@ -192,8 +192,8 @@ def test_folders(folders, base, tmp_path):
     weights = open_weights(folders / "model")
     assert weights.checkpoint.config["architectures"] == ["LlamaForSequenceClassification"]
     assert weights.specs["score.weight"].shape == (1, 192) and "lm_head.weight" not in weights.checkpoint.tensors
-    config = ModelConfig.from_hf(weights.checkpoint.config)
-    assert config.scored and not config.tie_word_embeddings and ModelConfig.from_hf(config.to_hf()).scored
+    config = read_config(weights.checkpoint.config)
+    assert config.scored and not config.tie_word_embeddings and read_config(config_to_hf(config)).scored
     read, _ = FastLanguageModel.from_pretrained(folders / "model", load_in_4bit=False)
     assert read.frozen["score"]["weight"].dtype == np.float32 and "lm_head" not in read.frozen
     again = FastLanguageModel.load_adapter(read, folders / "score")
@@ -216,7 +216,7 @@ def test_folders(folders, base, tmp_path):
             TINY, tmp_path / "headless", tmp_path / "c"
         ),
         "expected a model with logits, got one with a score": lambda: quantize(folders / "model", tmp_path / "d"),
-        "id2label: expected one label, as a reward model has": lambda: ModelConfig.from_hf(two),
+        "id2label: expected one label, as a reward model has": lambda: read_config(two),
         "model_type: expected one with a class for scores .* got granite": lambda: family_for(
             {"model_type": "granite"}
         ).scored({}),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.bench.step.presets import PRESETS
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.flops import (
@@ -17,7 +17,7 @@ from fastjax.training.flops import (
 )
 from tests.support.families import MIXTURES
 
-CONFIG = ModelConfig.from_hf(PRESETS["llama3-8b"])
+CONFIG = read_config(PRESETS["llama3-8b"])
 
 
 def test_llama_3_8b():

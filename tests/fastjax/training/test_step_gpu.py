@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.determinism import compiler_options
@@ -221,7 +221,7 @@ def made(case, tmp_path):
 def calm(config):
     """`tiny.arrays` with norms that scale by about one: where one is added to them they would double, seven layers in
     turn, and rounding errors with them."""
-    tensors, offset = tiny.arrays(config), ModelConfig.from_hf(config).norm_offset
+    tensors, offset = tiny.arrays(config), read_config(config).norm_offset
     return {name: array - np.float32(offset) if "norm" in name else array for name, array in tensors.items()}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from convert.model.config import ModelConfig
+from convert.families.mapping import read_config
 from fastjax.bench.step.case import REGIMES, StepCase, resolve_method
 from fastjax.bench.step.mesh import check_meshes
 from fastjax.bench.step.presets import preset_config
@@ -30,7 +30,7 @@ PARAMETERS = {
 
 def sizes(preset, weights):
     """The weights' shapes, without making them."""
-    config = ModelConfig.from_hf(preset_config(preset, None, weights))
+    config = read_config(preset_config(preset, None, weights))
     options = {"precision": make_precision("bfloat16", "float32", None, config), "trained": False}
     options |= {"load_in_4bit": weights != "16bit", "layer_loop": "scan", "mxfp4": weights == "mxfp4"}
     return jax.eval_shape(lambda key: random_weights(config, key, **options)[1], jax.random.key(0))
@@ -55,7 +55,7 @@ def test_experts_in_mxfp4():
 
 
 def test_layers_keep_their_kinds():
-    config = ModelConfig.from_hf(preset_config("gpt-oss-20b", 3, "nf4"))
+    config = read_config(preset_config("gpt-oss-20b", 3, "nf4"))
     assert [mixer.sliding_window for mixer in config.attention] == [128, None, 128]
     assert config.rope.factor == 32 and config.attention_sinks
     with pytest.raises(ConfigError, match="--layers: expected at most the 24 of gpt-oss-20b, got 25"):
