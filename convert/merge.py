@@ -331,7 +331,7 @@ def _notes(weights: Weights, adapter: Adapter, found: Changes, base_in_nf4: bool
     notes = []
     apart = [spec.path.module for path, spec in weights.specs.items() if path in kept and spec.kind in QUANTIZED]
     given = held_as(weights, base_in_nf4, name=str(weights.checkpoint.folder), skipped=apart)
-    if differences := base_notes(adapter, given):
+    if differences := base_notes(adapter.config.base_model_name_or_path, adapter.over, given):
         notes += differences
     elif adapter.over is not None and given.when_read:
         notes.append(f"the adapter was trained over {adapter.over.told}, and so is what it was added to")

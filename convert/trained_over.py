@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from convert.errors import ConvertError, listed
 from convert.formats import FORMATS
@@ -16,9 +16,6 @@ from convert.formats.nf4_format import NF4_NESTED
 from convert.model.spec import QUANTIZED
 from convert.tensor_file import read_metadata
 from convert.weights import Weights
-
-if TYPE_CHECKING:
-    from convert.adapters import Adapter
 
 _KEY = "trained_over"
 _PLAIN = "16 bits"
@@ -96,15 +93,15 @@ def read_trained_over(file: str | os.PathLike[str]) -> TrainedOver | None:
         raise ConvertError(f"{file}: __metadata__.{_KEY}: expected what fastjax writes, got {text!r:.200}") from None
 
 
-def base_notes(adapter: "Adapter", given: TrainedOver) -> list[str]:
+def base_notes(named: str | None, over: TrainedOver | None, given: TrainedOver) -> list[str]:
     """Sentences for the user about a base unlike the one that an adapter was trained over.
 
     Args:
-        adapter: The open adapter.
+        named: The base in the adapter's settings.
+        over: The base that it was trained over; None: its folder does not tell.
         given: The base that it is put on.
     """
-    named, over, notes = adapter.config.base_model_name_or_path, adapter.over, []
-    name = Path(given.name).name
+    notes, name = [], Path(given.name).name
     if named and Path(named).name != name:
         notes.append(f"the adapter names {named} as its base; it was added to {name}, whose shapes fit")
     together = over is not None and over.when_read and given.when_read

@@ -148,7 +148,8 @@ def load_adapter(
     _check_bare(model)
     known = model.hf_config, model.config, model.new_token_ids
     opened, tokenizer = open_fitting(Path(folder), *known, allow_nonfinite=allow_nonfinite)
-    for note in [] if model.base is None else base_notes(opened, model.base):
+    named = opened.config.base_model_name_or_path
+    for note in [] if model.base is None else base_notes(named, opened.over, model.base):
         print(f"note: {note}", file=sys.stderr)
     return attach_opened(model, opened, tokenizer, lora_dropout)
 

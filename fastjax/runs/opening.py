@@ -146,7 +146,9 @@ def adapter_notes(config: TrainConfig, opened: OpenModel) -> list[str]:
     if opened.adapter is not None and opened.adapter.arrays is not None and opened.outline.weights is not None:
         place = opened.source.name or str(opened.source.folder)
         given = held_as(opened.outline.weights, config.model.load_in_4bit, name=place)
-        return [f"lora.adapter: {note}" for note in base_notes(opened.adapter.arrays, given)]
+        adapter = opened.adapter.arrays
+        notes = base_notes(adapter.config.base_model_name_or_path, adapter.over, given)
+        return [f"lora.adapter: {note}" for note in notes]
     if config.lora.adapter is not None or config.model.full_finetuning:
         return []
     outline = dataclasses.replace(opened.outline, config=_with_score(config, opened.outline))

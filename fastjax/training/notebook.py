@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from fastjax.training.metrics import Row
-from fastjax.training.progress import PlainLines, describe
+from fastjax.training.plain_lines import PlainLines, describe
 
 REDRAW_SECONDS = 2.0
 """Between two drawings; one takes a tenth of a second."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastjax.training.progress import duration
+from fastjax.training.plain_lines import duration
 from fastjax.training.report.history import History, median, smoothing_window
 from fastjax.training.report.spikes import Spike
 

@@ -8,7 +8,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fastjax.training.metrics import Evaluation
-from fastjax.training.progress import LiveLine, StatusLine, describe, duration, make_progress
+from fastjax.training.plain_lines import describe, duration
+from fastjax.training.progress import LiveLine, StatusLine, make_progress
 
 
 def row(step: int, **changes) -> dict:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Tolerant
-from fastjax.training.progress import PlainLines
+from fastjax.training.plain_lines import PlainLines
 from fastjax.training.trackers import Place, check_trackers, make_trackers
 
 Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
