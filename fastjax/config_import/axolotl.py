@@ -16,9 +16,9 @@ from fastjax.config_import.common import (
     schedule,
     warmup,
 )
-from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.job import Job, Row, Tool
 from fastjax.config_import.preferences import OTHER, REFERENCE
-from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
+from fastjax.config_import.rows import among, lost, refused, to, to_list, to_number, unneeded
 
 _REWARD = "reward models are not carried over; write preferences.loss: reward for one score a text"
 _MULTIMODAL = "models of text only"

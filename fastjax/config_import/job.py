@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.errors import shorten, shown
-from fastjax.config_import.rows import Row
 from fastjax.errors import ConfigError
 
 #: Settings that need held-out data.
@@ -20,6 +19,21 @@ _OF_EVALUATION = (
     "training.early_stopping_threshold",
     "output.load_best_model_at_end",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A key's entry.
+
+    Attributes:
+        apply: accounts for the key in a job, given its name and value.
+        setting: the setting that it becomes; "": none.
+        default: the tool's own value of that setting, where the key is absent; None: that of this program serves.
+    """
+
+    apply: "Callable[[Job, str, Any], None]"
+    setting: str = ""
+    default: Any = None
 
 
 class Tool(NamedTuple):

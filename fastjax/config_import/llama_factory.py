@@ -19,11 +19,11 @@ from fastjax.config_import.common import (
     schedule,
     warmup,
 )
-from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.job import Job, Row, Tool
 from fastjax.config_import.llama_factory_data import data
 from fastjax.config_import.llama_factory_preferences import STAGES, preferences
 from fastjax.config_import.preferences import OTHER
-from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
+from fastjax.config_import.rows import among, lost, refused, to, to_list, to_number, unneeded
 
 _LOSS = "the loss is cross-entropy"
 _METHOD = "an adapter (lora) or every weight (full) is trained"

@@ -1,26 +1,9 @@
 """What becomes of a key that stands for itself: the entries of a tool's table."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fastjax.config_import.job import Job
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A key's entry.
-
-    Attributes:
-        apply: accounts for the key in a job, given its name and value.
-        setting: the setting that it becomes; "": none.
-        default: the tool's own value of that setting, where the key is absent; None: that of this program serves.
-    """
-
-    apply: "Callable[[Job, str, Any], None]"
-    setting: str = ""
-    default: Any = None
+from fastjax.config_import.job import Job, Row
 
 
 def to(setting: str, default: Any = None, *, note: str = "") -> Row:
@@ -42,7 +25,7 @@ def to_number(setting: str, default: Any = None) -> Row:
 def to_list(setting: str) -> Row:
     """A list of names, which may be written as a text with commas; an empty one is null."""
 
-    def apply(job: "Job", key: str, value: Any) -> None:
+    def apply(job: Job, key: str, value: Any) -> None:
         if names := job.names(key):
             job.carry(key, setting, names)
         else:
@@ -54,7 +37,7 @@ def to_list(setting: str) -> Row:
 def unneeded(reason: str) -> Row:
     """A key that changes nothing here, whatever its value."""
 
-    def apply(job: "Job", key: str, value: Any) -> None:
+    def apply(job: Job, key: str, value: Any) -> None:
         job.not_needed[key] = reason
 
     return Row(apply)
@@ -63,7 +46,7 @@ def unneeded(reason: str) -> Row:
 def lost(reason: str, harmless: Callable[[Any], bool] = lambda value: not value) -> Row:
     """A key without an equivalent, unless its value is harmless: by default, if it is off."""
 
-    def apply(job: "Job", key: str, value: Any) -> None:
+    def apply(job: Job, key: str, value: Any) -> None:
         if harmless(value):
             job.not_needed[key] = "so it is here"
         else:
@@ -75,7 +58,7 @@ def lost(reason: str, harmless: Callable[[Any], bool] = lambda value: not value)
 def refused(reason: str, harmless: Callable[[Any], bool] = lambda value: not value) -> Row:
     """A key that would change the result, unless its value is harmless: by default, if it is off."""
 
-    def apply(job: "Job", key: str, value: Any) -> None:
+    def apply(job: Job, key: str, value: Any) -> None:
         if harmless(value):
             job.not_needed[key] = "so it is here"
         else:

@@ -9,10 +9,10 @@ from typing import Any
 
 from convert.errors import shorten
 from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN
-from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.job import Job, Row, Tool
 from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length
 from fastjax.config_import.references import resolved
-from fastjax.config_import.rows import Row, among, lost, refused, to, to_number, unneeded
+from fastjax.config_import.rows import among, lost, refused, to, to_number, unneeded
 from fastjax.config_import.torchtune_data import data
 
 _DISTIL = "there is no distillation"
