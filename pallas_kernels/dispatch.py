@@ -14,21 +14,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
-Case = TypeVar("Case")
+from pallas_kernels.cards import compute_capability_of
 
-# NVIDIA product names as `device_kind` gives them, in the order in which they are tried (GB200 before B200).
-_COMPUTE_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
-    (r"GB10\b", (12, 1)),
-    (r"RTX PRO [0-9]+|RTX 50[0-9]0", (12, 0)),
-    (r"G?B300", (10, 3)),
-    (r"G?B200", (10, 0)),
-    (r"GH200|H200|H100|H800|H20\b", (9, 0)),
-    (r"RTX 40[0-9]0|L40S?\b|L4\b|L20\b|RTX [0-9]+ ADA|RTX [0-9]+ Ada", (8, 9)),
-    (r"RTX 30[0-9]0|A10G?\b|A40\b|A16\b|A2\b|RTX A[0-9]+", (8, 6)),
-    (r"A100|A800|A30\b", (8, 0)),
-    (r"T4\b|RTX 20[0-9]0|Quadro RTX", (7, 5)),
-    (r"V100|TITAN V", (7, 0)),
-)
+Case = TypeVar("Case")
 
 
 class Target(NamedTuple):
@@ -58,7 +46,7 @@ def target() -> Target:
     """The device to plan for: the abstract device when one is set, else the default device.
 
     Returns:
-        The target. The compute capability of an abstract device is that of the table above, None for an unknown kind:
+        The target. The compute capability of an abstract device is that of `cards`, None for an unknown kind:
         every operation then takes its XLA path.
     """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -79,24 +67,6 @@ def target() -> Target:
         (int(parsed[1]), int(parsed[2])) if parsed else None,
         getattr(device, "core_count", None),
     )
-
-
-def compute_capability_of(device_kind: str) -> tuple[int, int] | None:
-    """The CUDA compute capability of an NVIDIA product.
-
-    Args:
-        device_kind: product name, for example "NVIDIA A100-SXM4-80GB".
-
-    Returns:
-        (major, minor), or None for a product outside the table.
-
-    References:
-        https://developer.nvidia.com/cuda-gpus
-    """
-    for pattern, capability in _COMPUTE_CAPABILITIES:
-        if re.search(rf"\b(?:{pattern})", device_kind):
-            return capability
-    return None
 
 
 def _no_backward(*arguments: Any) -> Any:

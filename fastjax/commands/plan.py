@@ -84,7 +84,7 @@ def plan(
 
     Args:
         config: the run.
-        gpu: a name in `planning.cards.CARDS`; None: this machine's GPU.
+        gpu: a name in `pallas_kernels.cards.CARDS`; None: this machine's GPU.
         gpus: their number on one host, for the run's mesh.
         limit: bytes of the device that the run may take; None: what JAX's allocator takes.
         host: bytes of the host; None: this machine's, or of a machine with the named GPU.
@@ -157,8 +157,8 @@ def _bytes(option: str, text: str | None) -> float | None:
 def _device(gpu: str | None, gpus: int) -> "Device":
     import jax
 
-    from fastjax.planning.cards import CARDS
     from fastjax.planning.device import Elsewhere, Here
+    from pallas_kernels.cards import CARDS
 
     if gpu is not None:
         return Elsewhere(gpu, gpus)
@@ -173,8 +173,7 @@ def _share(device: "Device", gpu: str | None) -> float:
     """The bytes that JAX's allocator takes."""
     import jax
 
-    from fastjax.planning.cards import ALLOCATOR_SHARE
-    from fastjax.planning.device import memory_limit
+    from fastjax.planning.device import ALLOCATOR_SHARE, memory_limit
 
     here = memory_limit(jax.devices()[0].memory_stats()) if gpu is None else None
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", ALLOCATOR_SHARE))
@@ -182,7 +181,6 @@ def _share(device: "Device", gpu: str | None) -> float:
 
 
 def _host(gpu: str | None) -> float:
-    from fastjax.planning.cards import HOST_BYTES
-    from fastjax.planning.device import host_memory
+    from fastjax.planning.device import HOST_BYTES, host_memory
 
     return host_memory() if gpu is None else HOST_BYTES

@@ -13,10 +13,10 @@ from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
-    from fastjax.planning.cards import Card
     from fastjax.planning.longest import Longest
     from fastjax.planning.memory import Room
     from fastjax.runs.plan import Planned, RunPlan
+    from pallas_kernels.cards import Card
 
 #: Columns of a terminal that no table fills.
 _WIDEST = 500

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from fastjax.errors import ConfigError
-from fastjax.planning.cards import CARDS
+from pallas_kernels.cards import CARDS
 from pallas_kernels.compat import JAX_VERSION
 
 _TARGETS = Path(__file__).with_name("targets")

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastjax.planning.cards import Card
 from fastjax.planning.hlo import Instruction, instructions, shared_reads, size
 from fastjax.planning.speed import BANDWIDTH_SHARE
+from pallas_kernels.cards import Card
 
 #: Share of the link's bandwidth that an all-reduce of 1 GiB reaches: 281 of 450 GB/s of an H200's NVLink.
 LINK_SHARE = 0.62

@@ -8,9 +8,14 @@ from typing import Any, Protocol
 
 import jax
 
+from fastjax.errors import ConfigError
 from fastjax.planning.aot import AOT
-from fastjax.planning.cards import Card, card_of
+from pallas_kernels.cards import CARDS, Card
 
+#: Share of the card's memory that JAX's allocator takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+ALLOCATOR_SHARE = 0.75
+#: Bytes of the host's memory that are taken to be there for a card that is elsewhere.
+HOST_BYTES = 128e9
 #: Bytes of pinned host memory that XLA takes for a device, unless `_PINNED` in the environment says how many GiB.
 PINNED_BYTES = 64 * 2**30
 _PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -93,7 +98,11 @@ class Here:
         Raises:
             ConfigError: the GPU is not in it.
         """
-        return card_of(jax.devices()[0].device_kind)
+        kind = jax.devices()[0].device_kind
+        known = next((card for card in CARDS.values() if card.device_kind == kind), None)
+        if known is None:
+            raise ConfigError(f"--gpu: expected one of {', '.join(CARDS)}, since this machine's {kind} is not known")
+        return known
 
     @property
     def devices(self) -> list[Any]:

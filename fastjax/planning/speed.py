@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastjax.planning.cards import Card
 from fastjax.planning.hlo import Kernel
-from fastjax.training.flops import peak_flops
+from pallas_kernels.cards import Card, peak_flops
 
 #: Share of the peak that products reach, and of the bandwidth that other kernels do.
 PEAK_SHARE, BANDWIDTH_SHARE = 0.7, 0.7

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
-from fastjax.planning.cards import Card
 from fastjax.planning.choice import first_layers
 from fastjax.planning.collectives import Collective, collectives, link_seconds
 from fastjax.planning.device import Device
@@ -27,7 +26,8 @@ from fastjax.runs.policies import less_memory, run_candidates
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import DETERMINISTIC
-from fastjax.training.flops import flops_per_token, peak_flops
+from fastjax.training.flops import flops_per_token
+from pallas_kernels.cards import Card, peak_flops
 
 #: Steps of a run whose number is not known: its step takes the learning rates of 65,536 in any case.
 _STEPS = 1000

@@ -36,7 +36,7 @@ from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import compiler_options
-from fastjax.training.flops import attended_length, flops_per_token, peak_flops
+from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import Fitted, Startup, fit, run_evaluation
 from fastjax.training.loss import Loss
@@ -50,6 +50,7 @@ from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_forward, make_probe
 from fastjax.training.trackers import Place, make_trackers
 from fastjax.training.watchdog import Watchdog
+from pallas_kernels.cards import peak_flops
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
 Evaluate = Callable[[LanguageModel], Mapping[str, float]]

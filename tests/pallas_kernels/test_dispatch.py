@@ -9,33 +9,6 @@ from pallas_kernels.glu.lora import REGISTRY as glu_lora
 from pallas_kernels.nf4.implementations import DEQUANTIZE, MATMUL
 
 
-@pytest.mark.parametrize(
-    "device_kind, expected",
-    [
-        ("NVIDIA H200", (9, 0)),
-        ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA GH200 480GB", (9, 0)),
-        ("NVIDIA A100-SXM4-80GB", (8, 0)),
-        ("NVIDIA A10G", (8, 6)),
-        ("NVIDIA A100 80GB PCIe", (8, 0)),
-        ("NVIDIA GeForce RTX 4090", (8, 9)),
-        ("NVIDIA GeForce RTX 3090", (8, 6)),
-        ("NVIDIA L40S", (8, 9)),
-        ("NVIDIA L4", (8, 9)),
-        ("NVIDIA RTX 6000 Ada Generation", (8, 9)),
-        ("NVIDIA B200", (10, 0)),
-        ("NVIDIA GB200", (10, 0)),
-        ("NVIDIA GB10", (12, 1)),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0)),
-        ("Tesla T4", (7, 5)),
-        ("cpu", None),
-        ("NVIDIA Z999", None),
-    ],
-)
-def test_compute_capability_of_products(device_kind, expected):
-    assert dispatch.compute_capability_of(device_kind) == expected
-
-
 def test_target_without_an_abstract_device_is_the_backend():
     target = dispatch.target()
     assert target.platform == ("cuda" if jax.default_backend() == "gpu" else jax.default_backend())

@@ -15,11 +15,11 @@ from fastjax.cli import main
 from fastjax.commands import plan_tables
 from fastjax.parallel import MeshShape
 from fastjax.planning import aot
-from fastjax.planning.cards import CARDS
 from fastjax.planning.collectives import Collective
 from fastjax.planning.memory import ALLOCATOR_BYTES, Room, StepMemory
 from fastjax.runs.plan import Planned, RunPlan
 from fastjax.training import step
+from pallas_kernels.cards import CARDS
 from tests.support.aot import QUICK_CODE, needs_cuda_plugin
 from tests.support.runs import config
 

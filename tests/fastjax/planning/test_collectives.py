@@ -2,8 +2,8 @@
 
 import pytest
 
-from fastjax.planning.cards import CARDS
 from fastjax.planning.collectives import Collective, collectives, link_seconds
+from pallas_kernels.cards import CARDS
 
 PROGRAM = """HloModule step
 

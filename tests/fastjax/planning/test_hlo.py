@@ -3,10 +3,10 @@
 import pytest
 
 from fastjax.planning.arrays import largest_arrays
-from fastjax.planning.cards import CARDS
 from fastjax.planning.collectives import READ, READ_SHARE, Collective, collectives, link_seconds
 from fastjax.planning.hlo import kernels
 from fastjax.planning.speed import BANDWIDTH_SHARE
+from pallas_kernels.cards import CARDS
 
 TEXT = """HloModule jit_step, is_scheduled=true
 

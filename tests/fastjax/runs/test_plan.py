@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.planning.cards import CARDS
 from fastjax.planning.memory import Room
 from fastjax.runs import plan
 from fastjax.runs.opening import open_shapes
+from pallas_kernels.cards import CARDS
 from tests.support import tiny
 from tests.support.runs import config
 

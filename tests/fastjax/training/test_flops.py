@@ -1,6 +1,5 @@
 """The count against the known number of parameters of Llama 3, and against products counted one by one."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,11 +7,9 @@ from convert.families.mapping import read_config
 from fastjax.bench.step.presets import PRESETS
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.flops import (
-    PEAK_FLOPS,
     attended_length,
     flops_per_token,
     matrix_parameters,
-    peak_flops,
     step_flops,
 )
 from tests.support.families import MIXTURES
@@ -74,17 +71,3 @@ def test_packed_documents_cost_what_they_cost_alone():
     assert packed == pytest.approx(sum(alone), rel=1e-12)  # float64
     assert attended_length([8, 8, 8]) == 8
     assert attended_length(np.zeros(0, np.int64)) == 0
-
-
-def test_peak_flops():
-    assert peak_flops("NVIDIA H200", jnp.bfloat16) == peak_flops("NVIDIA H200", "float16") == 989.4e12
-    assert peak_flops("NVIDIA H200", np.dtype("float32")) == 66.9e12
-    assert peak_flops("NVIDIA H200", "tf32") == 494.7e12
-    assert peak_flops("Tesla T4", jnp.bfloat16) is None
-    assert peak_flops("Tesla T4", jnp.float16) == 65e12
-    for unknown in ("cpu", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
-        assert peak_flops(unknown, jnp.bfloat16) is None
-    assert peak_flops("NVIDIA H200", "int8") is None
-    for peak in PEAK_FLOPS.values():  # dense figures: TF32 is half of 16 bit; 2%: NVIDIA prints three digits
-        assert peak.tf32 is None or peak.half / peak.tf32 == pytest.approx(2, rel=0.02)
-        assert peak.half > peak.float32

@@ -11,6 +11,7 @@ import pytest
 
 from convert.formats.nf4 import encode, mean
 from pallas_kernels import dispatch, nf4
+from pallas_kernels.cards import compute_capability_of
 from pallas_kernels.nf4.shapes import LLAMA_8B, WHOLE_ROWS
 
 pytestmark = pytest.mark.gpu
@@ -153,4 +154,4 @@ def fused_product(x, codes, absmax, *, shape, gradient, named):
 def test_the_card_is_known():
     target = dispatch.target()
     assert target.platform == "cuda"
-    assert dispatch.compute_capability_of(target.device_kind) == target.compute_capability
+    assert compute_capability_of(target.device_kind) == target.compute_capability
