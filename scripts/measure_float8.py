@@ -1,7 +1,6 @@
 """What float8 costs in quality: held-out loss beside bfloat16's over several seeds.
 
     python3 scripts/measure_float8.py --model FOLDER --data train.jsonl --output runs/float8
-    python3 scripts/measure_float8.py … --way kept      # residuals (`projections_float8`) in place of products
 
 Each run is that of `scripts/measure_real_model.py train`: QLoRA of a real model on GSM8K, three epochs, half a minute
 on an H200. Both ways have the same seeds, so the same first adapter and the same rows in the same order; the spread of
@@ -15,12 +14,8 @@ from pathlib import Path
 
 from measure_real_model import train
 
-#: Settings of each way beside those of bfloat16.
-WAYS: dict[str, list[str]] = {
-    "bfloat16": [],
-    "float8": ["--model.base_compute=float8"],
-    "kept": ["--model.use_gradient_checkpointing=projections_float8"],
-}
+#: Settings of each way beside the others.
+WAYS: dict[str, list[str]] = {"bfloat16": [], "float8": ["--model.base_compute=float8"]}
 
 
 def held_out_loss(arguments: argparse.Namespace, way: str, seed: int) -> float:
@@ -39,14 +34,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of a model with a chat template")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with question and answer")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--way", choices=[way for way in WAYS if way != "bfloat16"], default="float8")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments, arguments.others = parser.parse_known_args()
     for name in ("model", "data", "output"):
         setattr(arguments, name, getattr(arguments, name).absolute())
-    found = {
-        way: [held_out_loss(arguments, way, seed) for seed in arguments.seeds] for way in ("bfloat16", arguments.way)
-    }
+    found = {way: [held_out_loss(arguments, way, seed) for seed in arguments.seeds] for way in WAYS}
     print(f"{'held-out loss':14}" + "".join(f"{f'seed {seed}':>10}" for seed in arguments.seeds) + f"{'mean':>10}")
     for way, losses in found.items():
         print(f"{way:14}" + "".join(f"{loss:10.4f}" for loss in losses) + f"{statistics.mean(losses):10.4f}")

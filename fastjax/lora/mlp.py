@@ -7,8 +7,7 @@ The adapters of gate and up are applied where gate and up are read for h (`palla
 over arrays of that size; their biases are one more column of B, whose rank product is 1. The backward pass keeps x,
 [gate | up] and the rank products. It makes the gradients of B and C where gate, up and h are in registers anyway, and
 passes dh and [dgate | dup] on to the large products as they are. Without any adapter the weights are trained: h, which
-the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept. [gate | up] may be
-kept in float8, half its bytes: then y is what it was, and gradients are rounded by what three bits of mantissa lose.
+the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
 """
 
 import functools
@@ -41,13 +40,9 @@ from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, as_weight, linear, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
 from pallas_kernels.float8 import Rounded, flat_rows, product_of, scaled_values
-from pallas_kernels.float8.blocks import Blocks, dequantize_blocks
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
 from pallas_kernels.tiles import padded_rank
-
-#: How devices hold [gate | up] in float8.
-_BLOCKS = Blocks(ROWS, P(None, *ROWS))  # pyright: ignore[reportArgumentType]
 
 
 class Block(NamedTuple):
@@ -57,13 +52,11 @@ class Block(NamedTuple):
         activation: Hugging Face's name of act.
         parts: gate and up, or one part of both.
         down: the projection back.
-        float8: whether [gate | up] is kept for the backward pass in float8_e4m3fn.
     """
 
     activation: str
     parts: tuple[Part, ...]
     down: Part
-    float8: bool = False
 
     @property
     def adapted(self) -> bool:
@@ -127,17 +120,14 @@ def _unit(block: Block, x, residual, arrays: Arrays):
 def _forward(block: Block, x, residual, arrays: Arrays):
     rows: Any = x if arrays.made is None or arrays.made.rows is None else arrays.made.rows
     gate_up: Any = as_weight(arrays.gate_up).matmul_scaled(rows)
-    if not block.float8:
-        gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
+    gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
     down_A = _down_A(block, arrays, x.dtype) if inside else None
     below: Any = as_weight(arrays.down)
     # An adapter whose input is dropped reads h itself.
     rounded = bool(inside or not block.down.rank) and x.dtype == jnp.bfloat16 and below.reads_rounded(False)
-    h, product_down, kept = _gate(block, gate_up, inner, down_A, float8=block.float8, rounded=rounded)
-    if kept is not None:
-        gate_up = Blocks(*(name_residual(array, "projection") for array in kept))
+    h, product_down = _gate(block, gate_up, inner, down_A, rounded=rounded)
     if block.down.rank:
         if product_down is None:
             product_down = rank_products((block.down,), arrays.matrices, h, arrays.key, slot((block.down,)))
@@ -165,7 +155,7 @@ def _backward(block: Block, residuals, dy):
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
     # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
     trained = not block.adapted and not isinstance(arrays.down, Weight)
-    h: Any = None if trained else _gate(block, _wide(gate_up, x.dtype), inner, None)[0]
+    h: Any = None if trained else _gate(block, gate_up, inner, None)[0]
     if dropped and dproduct_down is not None:
         dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
         gradients[down.name] = dA[down.name], gradients[down.name][1]
@@ -279,57 +269,37 @@ def _down_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "E R"]:
     return stacked_B((block.down,), arrays.matrices, dtype, slot((block.down,)))
 
 
-def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = False, rounded: bool = False):
+def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, rounded: bool = False):
     """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
 
     def gate(gate_up, products, lora_B, down_A):
-        own = None if products is None else Inner(_rows(products), lora_B)
-        options: Any = {"activation": block.activation, "float8": float8, "rounded": rounded}
-        h, product_down, kept = glu_lora_forward(_rows(gate_up), own, down_A, **options)
-        *lead, width = product_of(gate_up).shape
-        if kept is not None:
-            kept = Blocks(kept.codes.reshape(*lead, width), kept.exponents.reshape(-1, *lead))
+        own = None if products is None else Inner(flat_rows(products), lora_B)
+        options: Any = {"activation": block.activation, "rounded": rounded}
+        h, product_down = glu_lora_forward(flat_rows(gate_up), own, down_A, **options)
+        lead = product_of(gate_up).shape[:-1]
         h = h.over(*lead) if isinstance(h, Rounded) else h.reshape(*lead, -1)
-        return h, None if product_down is None else product_down.reshape(*lead, -1), kept
+        return h, None if product_down is None else product_down.reshape(*lead, -1)
 
     products, lora_B = (None, None) if inner is None else inner
-    outer = (ROWS, ROWS, _BLOCKS if float8 else ROWS)
-    own = _places(gate_up), ROWS, P(), P()
-    return local(gate, in_specs=own, out_specs=outer)(gate_up, products, lora_B, down_A)
+    own = places(gate_up), ROWS, P(), P()
+    return local(gate, in_specs=own, out_specs=(ROWS, ROWS))(gate_up, products, lora_B, down_A)
 
 
 def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool, with_absmax: bool):
     """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
 
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
-        own = None if products is None else Inner(_rows(products), lora_B)
-        below = None if down_A is None else (down_A, _rows(dproducts))
+        own = None if products is None else Inner(flat_rows(products), lora_B)
+        below = None if down_A is None else (down_A, flat_rows(dproducts))
         options: Any = {"activation": block.activation, "with_h": with_h, "with_absmax": with_absmax}
-        gradient, h, *sums, absmax = glu_lora_backward(_rows(gate_up), own, _rows(dh), below, **options)
+        gradient, h, *sums, absmax = glu_lora_backward(flat_rows(gate_up), own, flat_rows(dh), below, **options)
         shares = (None if share is None else share[None] for share in sums)
         *lead, width = product_of(dh).shape
         h = None if h is None else h.reshape(*lead, width)
         return gradient.reshape(*lead, -1), h, *shares, None if absmax is None else absmax.reshape(lead)
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    own = _places(gate_up), ROWS, P(), _places(dh), P(), ROWS
+    own = places(gate_up), ROWS, P(), places(dh), P(), ROWS
     island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES, ROWS))
     dgate_up, h, *shares, absmax = island(gate_up, products, lora_B, dh, down_A, dproducts)
     return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares), absmax
-
-
-def _wide(gate_up, dtype):
-    """[gate | up] as it was kept."""
-    return dequantize_blocks(gate_up).astype(dtype) if isinstance(gate_up, Blocks) else gate_up
-
-
-def _places(operand: Any) -> Any:
-    """How devices hold gate and up, or dh."""
-    return _BLOCKS if isinstance(operand, Blocks) else places(operand)
-
-
-def _rows(operand: Any) -> Any:
-    """[B, S, …] with one axis of rows."""
-    if isinstance(operand, Blocks):
-        return Blocks(_rows(operand.codes), operand.exponents.reshape(len(operand.exponents), -1))
-    return flat_rows(operand)

@@ -21,7 +21,6 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
 from fastjax.models.chunks import Chunk, chunk_places
 from fastjax.models.context import Context, document_ranges
-from fastjax.models.float8_residuals import keep_in_float8
 from fastjax.models.layer import DecoderLayer
 from fastjax.models.layer_loop import Block, Sums, added, run_layers
 from fastjax.models.layer_parts import LayerParts
@@ -30,7 +29,7 @@ from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
-from fastjax.models.remat import POLICIES, offloads, policy_of
+from fastjax.models.remat import offloads, policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_fields, rope_tables
 from fastjax.models.streamed import has_streamed
 from fastjax.models.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
@@ -247,17 +246,15 @@ def stack_blocks(
         axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
         policy = policy_of(model.remat, stack.start)
         places = chunk_places(model.mlp_chunk, x.shape, policy) if trained else None
-        kept = POLICIES[policy] if trained else None
-        float8 = policy if kept is not None and kept.float8 else None
         own = tuple(P(*names[stack.count > 1 :]) for names in axes)
         if apart is not None:
             arrays = copied(arrays, apart, stacked=stack.count > 1)
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
             arrays, shards = parted(arrays, own, read_in_place(arrays))
-            block = block_of(graphdef, None, apart, places, float8, stack.count == 1)
+            block = block_of(graphdef, None, apart, places, stack.count == 1)
             blocks.append((_with_shards(block, stack, shards), arrays))
         else:
-            blocks.append((block_of(graphdef, own, apart, places, float8, stack.count == 1), arrays))
+            blocks.append((block_of(graphdef, own, apart, places, stack.count == 1), arrays))
     return blocks
 
 
@@ -267,7 +264,6 @@ def _block_of(
     axes: tuple[P, ...] | None,
     apart: TensorAxes | None,
     places: int | None,
-    float8: str | None,
     stays: bool,
 ) -> Block:
     """The block function of stacks of equal layers.
@@ -278,7 +274,6 @@ def _block_of(
         axes: logical axes of their arrays; None: these come whole.
         apart: what several devices along `tensor` split; None: there is one.
         places: of a row that the MLP takes at once; None: all.
-        float8: the policy, if the MLPs keep gate and up in float8.
         stays: whether these arrays are no slices of a stack (`gathered`).
     """
 
@@ -286,8 +281,6 @@ def _block_of(
         if axes is not None and apart is None:
             arrays = gathered(arrays, axes, x, read_in_place(arrays), stays=stays)
         layers = nnx.merge(graphdef, arrays)
-        if float8 is not None:
-            keep_in_float8(layers, float8, x.dtype, places)
         if apart is not None:
             return layers_on_parts(run, layers, apart, x, shared, first, None, *states)
         return run(layers, x, shared, first, places, *states)

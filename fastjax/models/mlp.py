@@ -23,14 +23,13 @@ class MLP(nnx.Module):
         down: the projection back.
         float32: whether all of it is computed in float32, whatever the input's dtype.
         gated: whether there is a gate.
-        float8: whether gate and up are kept for the backward pass in float8 (`remat.Policy`).
     """
 
     def __init__(
         self, activation: str, gate_up: Projection, down: Projection, float32: bool = False, *, gated: bool = True
     ):
         self.activation, self.gate_up, self.down = activation, gate_up, down
-        self.float32, self.gated, self.float8 = float32, gated, False
+        self.float32, self.gated = float32, gated
 
     @property
     def inner(self) -> tuple[Projection, ...]:
@@ -117,7 +116,6 @@ class MLP(nnx.Module):
             self.activation,
             describe(self.gate_up.parts, self.gate_up.adapters),
             *describe(self.down.parts, self.down.adapters),
-            float8=self.float8,
         )
 
     def arrays(self, key: PRNGKeyArray | None) -> Arrays:

@@ -1,8 +1,7 @@
 """Rematerialisation: the residuals that a layer keeps for the backward pass (Chen et al., arXiv 1604.06174).
 
 A policy says of each named value whether it stays on the device, is moved to pinned host memory and back (Unsloth's
-"unsloth", and Zero-Offload's idea, arXiv 2101.06840), is kept in float8 (COAT, Xi et al., arXiv 2410.19313), or is
-computed again.
+"unsloth", and Zero-Offload's idea, arXiv 2101.06840), or is computed again.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,13 +22,10 @@ class Policy(NamedTuple):
     Attributes:
         kept: on the device, beside the layer's input unless this is offloaded.
         offloaded: in pinned host memory.
-        float8: whether gate and up of MLPs are kept in float8_e4m3fn, with a scale for each block of a row. The forward
-            pass is the same, gradients are rounded: such a policy is taken by its name alone.
     """
 
     kept: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
-    float8: bool = False
 
 
 #: By name, the fastest first, as measured for rows of 2,048 tokens: attention of long ones is fetched faster than it is
@@ -37,7 +33,6 @@ class Policy(NamedTuple):
 POLICIES: Mapping[str, Policy | None] = {
     "none": None,
     "projections": Policy(SAVED),
-    "projections_float8": Policy(SAVED, float8=True),
     "attention": Policy(("attention_out", "attention_lse", "lora")),
     "full": Policy(),
     "offload": Policy((), (LAYER_INPUT,)),

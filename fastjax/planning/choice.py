@@ -19,14 +19,14 @@ def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
     """The policies to choose from, the fastest first.
 
     "none" is not among them: it keeps the most, and where both fitted it was as fast as "projections" (118.8 and 119.1
-    ms, docs/lab/step.md). Nor are those that round what they keep.
+    ms, docs/lab/step.md).
 
     Args:
         row: tokens of a row.
         hidden: whether copies to and from the host run beside products, as in scanned layers on one device; where they
             do not, the order of `remat.POLICIES` holds for rows of any length.
     """
-    names = tuple(name for name, policy in POLICIES.items() if policy is not None and not policy.float8)
+    names = tuple(name for name, policy in POLICIES.items() if policy is not None)
     return tuple(sorted(names, key=(_LONG if row >= LONG_ROW else _SHORT).index)) if hidden else names
 
 

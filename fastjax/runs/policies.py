@@ -17,7 +17,6 @@ from fastjax.training.config import TrainConfig
 _HELD = (
     "none",
     "projections",
-    "projections_float8",
     "attention",
     "full",
     "offload_projections",

@@ -7,7 +7,7 @@ bfloat16: a product's bfloat16 result is rounded once, and codes do not depend o
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 #: The largest finite float8_e4m3fn, 1.75 · 2⁸.
 MAX = 448.0
@@ -32,3 +32,21 @@ def scale_of(absmax: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Ar
     own = jnp.where(bits >= _INFINITY, _INFINITY, (exponent - _EXPONENT) << _MANTISSA)
     inverse = (254 + _EXPONENT - exponent) << _MANTISSA
     return jax.lax.bitcast_convert_type(own, jnp.float32), jax.lax.bitcast_convert_type(inverse, jnp.float32)
+
+
+def exponent_of(scale: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """The biased exponent of a power of two.
+
+    Args:
+        scale: float32, normal or infinite.
+    """
+    return (jax.lax.bitcast_convert_type(scale, jnp.int32) >> _MANTISSA).astype(jnp.uint8)
+
+
+def scale_from(exponent: UInt8[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:
+    """The power of two that `exponent_of` has read, float32.
+
+    Args:
+        exponent: biased.
+    """
+    return jax.lax.bitcast_convert_type(exponent.astype(jnp.int32) << _MANTISSA, jnp.float32)

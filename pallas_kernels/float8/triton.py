@@ -1,19 +1,32 @@
 """Rows to float8_e4m3fn with Pallas-Triton: a program holds a whole row in registers and reads it once."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from pallas_kernels import compat
-from pallas_kernels.float8.blocks import Blocks, scale_from
 from pallas_kernels.float8.config import RowConfig
 from pallas_kernels.float8.scaled import Rounded
-from pallas_kernels.float8.scales import scale_of
+from pallas_kernels.float8.scales import scale_from, scale_of
+
+
+class Blocks(NamedTuple):
+    """Rows in float8_e4m3fn with a scale for each block of a row, as kernels write them that see a tile of it.
+
+    Attributes:
+        codes: a number over its block's scale, rounded to nearest even.
+        exponents: of the scales, as `scales.exponent_of` gives them; 255 is infinity. Blocks first, rows behind: a tile
+            writes them in one piece.
+    """
+
+    codes: Float[Array, "N in"]
+    exponents: UInt8[Array, "in/block N"]
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.

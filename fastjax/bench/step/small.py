@@ -12,7 +12,7 @@ from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
 from fastjax.models.chunks import chunk_places
 from fastjax.models.layout import plan_layers
-from fastjax.models.remat import POLICIES, check_policy, policy_of
+from fastjax.models.remat import check_policy, policy_of
 from fastjax.parallel import MeshShape
 
 #: Repetitions of the layers' period: a first, one between, and a last.
@@ -60,14 +60,10 @@ def small_step(case: StepCase) -> StepCase:
 def reference_step(small: StepCase) -> StepCase:
     """The settings of a small step's reference: the same model and rows on one device, with nothing special.
 
-    A policy that rounds what the backward pass reads to float8 stays: this belongs to what rounding alone does.
-
     Args:
         small: of `small_step`.
     """
-    kept = POLICIES[policy_of(small.checkpointing, 0)]
-    policy = small.checkpointing if kept is not None and kept.float8 else "none"
-    return small.plain(checkpointing=policy, layer_loop="unroll")
+    return small.plain(checkpointing="none", layer_loop="unroll")
 
 
 def _layers(case: StepCase, config: ModelConfig) -> tuple[int, str, bool]:

@@ -14,7 +14,6 @@ from fastjax.training.config.checks import check_section, expect
 CHECKPOINTING = (
     "none",
     "projections",
-    "projections_float8",
     "attention",
     "full",
     "offload",
@@ -49,14 +48,12 @@ class ModelSection:
             {rope_type: yarn, factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from
             the length that the model was pretrained on.
         use_gradient_checkpointing: the backward pass recomputes: none: nothing; false or projections: the operations
-            between the projections and the attention; projections_float8: the same, with gate and up of the MLPs kept
-            in float8, a quarter less memory, which rounds gradients by a few percent at random and needs compute
-            capability 8.9 or more; attention: all but the attention; true or full: all but the layers' inputs; offload,
-            offload_attention: as full and attention, with what is kept in the host's memory; offload_projections: the
-            MLP, and what lies between the projections and the attention, with the same there; projections:8: the first
-            eight layers by projections, the others by full (by offload after offload_attention:8). auto: of all but
-            none and projections_float8 the fastest that the GPU has memory for, full on a CPU; a resumed run keeps its
-            choice.
+            between the projections and the attention; attention: all but the attention; true or full: all but the
+            layers' inputs; offload, offload_attention: as full and attention, with what is kept in the host's memory;
+            offload_projections: the MLP, and what lies between the projections and the attention, with the same there;
+            projections:8: the first eight layers by projections, the others by full (by offload after
+            offload_attention:8). auto: of all but none the fastest that the GPU has memory for, full on a CPU; a
+            resumed run keeps its choice.
         offload_embedding: hold the table of embeddings in the host's memory, where it is frozen and not the head's too:
             1 GiB of the GPU's for Llama 3 8B, against a few milliseconds a step.
         offload_layers: hold the matrices of the layers in the host's memory, where they are frozen and the layers are

@@ -4,9 +4,7 @@ Of a block down(act(gate) · up) the large products and the rank products x·A�
 between them. gate and up come as W leaves them, and their adapters' B is applied to the rank products x·Aᵀ on the way
 in, so that no pass over gate and up is made for it; the rank product of the down projection, h·Aᵀ, is made on the way
 out. The backward pass likewise adds the down adapter's part to the gradient of h, and makes the gradients of gate's and
-up's B and of down's A while their operands are in registers: h is never stored for it. For a backward pass that comes
-later gate and up may be kept in float8: the forward pass writes them so as it reads them, in blocks with a scale each
-(`float8.blocks`), and the backward pass reads those.
+up's B and of down's A while their operands are in registers: h is never stored for it.
 
 Implementations, in order of preference:
 
@@ -16,11 +14,9 @@ Implementations, in order of preference:
 
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8.blocks import Blocks
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 from pallas_kernels.glu.reference import ACTIVATIONS
@@ -63,10 +59,9 @@ def glu_lora_forward(
     down_A: Float[Array, "R F"] | None,
     *,
     activation: str,
-    float8: bool = False,
     rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N F"] | Rounded, Float[Array, "N R"] | None, Blocks | None]:
+) -> tuple[Float[Array, "N F"] | Rounded, Float[Array, "N R"] | None]:
     """The gated product h = activation(gate) · up, and h·Aᵀ for the projection that reads it.
 
     In float32 inside; each is rounded once.
@@ -76,13 +71,12 @@ def glu_lora_forward(
         inner: their adapters; None: there are none.
         down_A: A of the adapter that reads h; None: there is none.
         activation: one of ``ACTIVATIONS``.
-        float8: whether `gate_up` is returned in float8_e4m3fn, for `glu_lora_backward`.
         rounded: whether h is, as `float8.quantize_rows` makes it, for `float8.matmul`; "triton" may round a code twice
             that is less than 2⁻¹⁵ of its row's largest. h·Aᵀ is of h as it was.
         implementation: None, "triton" or "xla".
 
     Returns:
-        h, and h·Aᵀ or None, in the dtype of `gate_up`, or h rounded; `gate_up` in float8, or None.
+        h, and h·Aᵀ or None, in the dtype of `gate_up`, or h rounded.
 
     Raises:
         ValueError: operands that do not fit.
@@ -90,13 +84,13 @@ def glu_lora_forward(
     """
     wide = product_of(gate_up)
     ranks = _check("glu_lora_forward", wide, inner, down_A, activation)
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8 or rounded)
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, rounded)
     chosen = REGISTRY[REGISTRY.choose(case, implementation)]
-    return chosen.forward(gate_up, inner, down_A, activation, float8, rounded)
+    return chosen.forward(gate_up, inner, down_A, activation, rounded)
 
 
 def glu_lora_backward(
-    gate_up: Float[Array, "N 2F"] | Scaled | Blocks,
+    gate_up: Float[Array, "N 2F"] | Scaled,
     inner: Inner | None,
     dh: Float[Array, "N F"] | Scaled,
     down: tuple[Float[Array, "R F"], Float[Array, "N R"]] | None,
@@ -109,7 +103,7 @@ def glu_lora_backward(
     """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
 
     Args:
-        gate_up: as in `glu_lora_forward`, or what that has returned in float8.
+        gate_up: as in `glu_lora_forward`.
         inner: as in `glu_lora_forward`.
         dh: the gradient of h through the down projection's weight; its scales may be left to this.
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
@@ -123,15 +117,11 @@ def glu_lora_backward(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     down_A, dproducts = (None, None) if down is None else down
-    below = product_of(dh)
-    if isinstance(gate_up, Blocks):  # codes have the dtype that they are decoded to
-        wide = jax.ShapeDtypeStruct(gate_up.codes.shape, below.dtype)
-    else:
-        wide = product_of(gate_up)
+    below, wide = product_of(dh), product_of(gate_up)
     ranks = _check("glu_lora_backward", wide, inner, down_A, activation)
     if below.shape != (wide.shape[0], wide.shape[1] // 2) or below.dtype != wide.dtype:
         raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {below}")
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, isinstance(gate_up, Blocks))
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation)
     chosen = REGISTRY[REGISTRY.choose(case, implementation)]
     gradients = with_automatic_axes(
         lambda *operands: chosen.backward(*operands, activation, with_h, with_absmax),

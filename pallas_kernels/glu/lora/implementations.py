@@ -2,9 +2,9 @@
 
 Each is a pair of functions:
 
-    forward(gate_up, inner, down_A, activation, float8, rounded) -> (h, h·Aᵀ or None, gate_up in float8 or None)
+    forward(gate_up, inner, down_A, activation, rounded) -> (h, h·Aᵀ or None)
     backward(gate_up, inner, dh, down_A, dproducts, activation, with_h, with_absmax)
-        -> what `api.Gradients` holds; gate_up as it was or in float8
+        -> what `api.Gradients` holds
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.float8.blocks import Blocks
 from pallas_kernels.float8.config import MOST_JOINED
 from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.glu.lora import config, triton, xla
@@ -31,7 +30,7 @@ class Case(NamedTuple):
         dtype: theirs.
         ranks: of the adapters of gate and up, and of down; 0: none.
         activation: its name.
-        float8: whether gate and up are written or read in float8, or h is written in it.
+        float8: whether h is written in float8.
     """
 
     target: Target
@@ -69,17 +68,16 @@ def _triton_forward(
     inner: Any,
     down_A: Array | None,
     activation: str,
-    float8: bool = False,
     rounded: bool = False,
 ):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
-    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, float8, rounded)
+    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, rounded)
 
 
 def _triton_backward(
-    gate_up: Array | Scaled | Blocks,
+    gate_up: Array | Scaled,
     inner: Any,
     dh: Array | Scaled,
     down_A: Array | None,

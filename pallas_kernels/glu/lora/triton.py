@@ -5,7 +5,6 @@ the backward kernel it owns a tile of features and a run of tokens, over which i
 B and A. The shares are added by XLA in one order: no atomics, the same bits every time.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -17,11 +16,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.float8.blocks import Blocks, exponent_of, scale_from
 from pallas_kernels.float8.config import join_config
 from pallas_kernels.float8.scaled import Rounded, Scaled, Thin, product_of, thin, thin_values_at
-from pallas_kernels.float8.scales import scale_of
-from pallas_kernels.float8.triton import join_blocks
+from pallas_kernels.float8.scales import exponent_of, scale_of
+from pallas_kernels.float8.triton import Blocks, join_blocks
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
 
@@ -48,7 +46,7 @@ _ACTIVATIONS = {**ACTIVATIONS, "silu": _silu, "swish": _silu}
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def forward(
     gate_up: Array | Scaled,
     products: Array | None,
@@ -57,10 +55,9 @@ def forward(
     activation: str,
     tiles: Tiles,
     interpret: bool = False,
-    float8: bool = False,
     rounded: bool = False,
-) -> tuple[Array | Rounded, Array | None, Blocks | None]:
-    """The gated product h; h·Aᵀ or None; `gate_up` in float8, in blocks of a tile's columns, or None."""
+) -> tuple[Array | Rounded, Array | None]:
+    """The gated product h; h·Aᵀ or None."""
     scales, [gate_up] = thin([gate_up])
     (rows, width), dtype = product_of(gate_up).shape, product_of(gate_up).dtype
     features = width // 2
@@ -68,9 +65,9 @@ def forward(
     shares = features // tiles.columns // loop
     h: Any = _blocks(rows, features, tiles) if rounded else jax.ShapeDtypeStruct((rows, features), dtype)
     partial = None if down_A is None else jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32)
-    h, down_products, kept = pl.pallas_call(
+    h, down_products = pl.pallas_call(
         functools.partial(_forward, dtype=dtype, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(h, partial, _blocks(rows, width, tiles) if float8 else None),
+        out_shape=(h, partial),
         grid=(rows // tiles.rows, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
@@ -78,7 +75,7 @@ def forward(
     )(gate_up, products, lora_B, down_A, scales)
     if rounded:
         h = join_blocks(h, config=join_config(features), interpret=interpret)
-    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype), kept
+    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype)
 
 
 def _blocks(rows: int, width: int, tiles: Tiles) -> Any:
@@ -95,7 +92,6 @@ def _forward(
     scales_ref,
     h_ref,
     down_products_ref,
-    kept,
     *,
     dtype,
     activation: str,
@@ -111,9 +107,6 @@ def _forward(
         start = (share * loop + number) * tiles.columns
         cols = pl.ds(start, tiles.columns)
         halves = _halves(gate_up_ref, rows, start, features, tiles.columns, of_rows)
-        if kept is not None:
-            for half, values in enumerate(halves):
-                _keep(kept, values, rows, half * features + start)
         gate, up = _with_adapters(halves, products, _of_halves(b_ref, cols))
         h = (_ACTIVATIONS[activation](gate) * up).astype(dtype)
         if isinstance(h_ref, Blocks):
@@ -130,7 +123,7 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9, 10))
 def backward(
-    gate_up: Array | Scaled | Blocks,
+    gate_up: Array | Scaled,
     products: Array | None,
     lora_B: Array | None,
     dh: Array | Scaled,
@@ -145,9 +138,6 @@ def backward(
     """The gradients of `gate_up` in the dtype of dh, h or None, those of B or None, of A or None, absmax or None."""
     scales, [gate_up, dh] = thin([gate_up, dh])
     rows, features = product_of(dh).shape
-    packed = isinstance(gate_up, Blocks)
-    if packed:  # a tile's columns have one scale
-        tiles = dataclasses.replace(tiles, columns=min(tiles.columns, 2 * features // gate_up.exponents.shape[0]))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     dB = dA = None
@@ -156,8 +146,8 @@ def backward(
     if down_A is not None:
         dA = jax.ShapeDtypeStruct((shares, *down_A.shape), jnp.float32)
     own = [jax.ShapeDtypeStruct((rows, width), product_of(dh).dtype) for width in (2 * features, features)]
-    # A program writes a tile's gradients, and h, where it has read the tile; codes are narrower.
-    aliases = {} if packed else {0: 0}
+    # A program writes a tile's gradients, and h, where it has read the tile.
+    aliases = {0: 0}
     if with_h:
         aliases[len(jax.tree.leaves((gate_up, products, lora_B)))] = 1
     absmax = jax.ShapeDtypeStruct((features // tiles.columns, rows), own[0].dtype) if with_absmax else None
@@ -260,14 +250,8 @@ def _halves(
 ) -> list[Array]:
     """Gate and up of a tile, float32; the scales of a product in float8 as for `thin_values_at`."""
     starts = [half * features + start for half in (0, 1)]
-    if not isinstance(gate_up_ref, Blocks):
-        pairs = zip(starts, of_columns, strict=True)
-        return [thin_values_at(gate_up_ref, rows, pl.ds(first, columns), of_rows, own) for first, own in pairs]
-    codes_ref, exponents_ref = gate_up_ref
-    block = 2 * features // exponents_ref.shape[0]
-    scales = [scale_from(exponents_ref[first // block, rows]) for first in starts]
-    codes = [codes_ref[rows, pl.ds(first, columns)].astype(jnp.float32) for first in starts]
-    return [own * scale[:, None] for own, scale in zip(codes, scales, strict=True)]
+    pairs = zip(starts, of_columns, strict=True)
+    return [thin_values_at(gate_up_ref, rows, pl.ds(first, columns), of_rows, own) for first, own in pairs]
 
 
 def _keep(kept: Blocks, values: Array, rows, start) -> None:

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.float8.api import quantize_rows
-from pallas_kernels.float8.blocks import Blocks, dequantize_blocks, quantize_blocks
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of, scaled_values
-from pallas_kernels.glu.lora.config import TILE
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
@@ -16,21 +14,17 @@ def forward(
     inner,
     down_A: Array | None,
     activation: str,
-    float8: bool = False,
     rounded: bool = False,
-) -> tuple[Array | Rounded, Array | None, Blocks | None]:
-    """H; h·Aᵀ or None; `gate_up` in float8 or None."""
-    values = scaled_values(gate_up)
-    gate, up = _halves(values, inner)
+) -> tuple[Array | Rounded, Array | None]:
+    """H; h·Aᵀ or None."""
+    gate, up = _halves(scaled_values(gate_up), inner)
     h = (ACTIVATIONS[activation](gate) * up).astype(product_of(gate_up).dtype)
-    features = h.shape[1]
-    kept = quantize_blocks(values, TILE if features % TILE == 0 else features) if float8 else None
     through = None if down_A is None else _dot(h, down_A, ((1,), (1,)))
-    return quantize_rows(h) if rounded else h, through, kept
+    return quantize_rows(h) if rounded else h, through
 
 
 def backward(
-    gate_up: Array | Scaled | Blocks,
+    gate_up: Array | Scaled,
     inner,
     dh: Array | Scaled,
     down_A: Array | None,
@@ -41,8 +35,7 @@ def backward(
 ):
     """The gradients of gate and up, h or None, the gradients of B or None, of A or None, absmax or None."""
     dtype, dh = product_of(dh).dtype, scaled_values(dh)
-    values = dequantize_blocks(gate_up) if isinstance(gate_up, Blocks) else scaled_values(gate_up)
-    gate, up = _halves(values, inner)
+    gate, up = _halves(scaled_values(gate_up), inner)
     if down_A is not None and dproducts is not None:
         dh = dh + _dot(dproducts, down_A, ((1,), (0,))).astype(jnp.float32)
     activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)

@@ -57,7 +57,6 @@ def test_the_order_is_of_rows_whose_copies_are_hidden():
     [
         ("none", "projections", "projections"),
         ("projections", "attention", "attention"),
-        ("projections_float8", "attention", "attention"),
         ("attention", "offload_projections", "offload_projections"),
         ("full", "offload_projections", "offload_projections"),
         ("offload_projections", "offload_attention", "offload_attention"),

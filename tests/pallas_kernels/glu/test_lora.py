@@ -1,7 +1,5 @@
 """The gated product between adapters: XLA against float64 by differentiation, Triton in the interpreter against XLA."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8 import Scaled, matmul, quantize_rows
-from pallas_kernels.float8.blocks import dequantize_blocks
 from pallas_kernels.glu.lora import (
     REGISTRY,
     Case,
@@ -62,7 +59,7 @@ def rank_of(arrays):
 
 def results(gate_up, products, b, dh, a, dproducts, activation, implementation=None):
     inner = None if products is None else Inner(products, b)
-    h, down_products, _ = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
+    h, down_products = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
     down = None if a is None else (a, dproducts)
     options = {"activation": activation, "with_h": inner is None and a is None, "implementation": implementation}
     *backward, _ = glu_lora_backward(gate_up, inner, dh, down, **options)
@@ -101,7 +98,7 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
     rank = rank_of(arrays)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
-    *forward, _ = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
+    forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
     options = {"with_h": not rank, "interpret": True}
     *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], **options)
     # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
@@ -114,46 +111,9 @@ def test_a_run_of_several_tiles_is_added_up():
         16, False, 16, jnp.bfloat16, rows=5 * 64, features=3 * 64
     )
     tiles = config.Tiles(64, 64, 2, 4, 1)
-    *forward, _ = triton.forward(gate_up, products, b, a, "silu", tiles, True)
+    forward = triton.forward(gate_up, products, b, a, "silu", tiles, True)
     *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
-
-
-@pytest.mark.exhaustive("case0")
-@pytest.mark.parametrize("case", CASES)
-def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case):
-    """Forward as ever; backward as of the numbers that the codes stand for, at whatever magnitude a block has."""
-    gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
-    magnitudes = np.exp2(np.arange(2 * FEATURES) // 64 * 7.0 - 20)
-    gate_up = jnp.asarray(np.asarray(gate_up, np.float32) * magnitudes, jnp.bfloat16)
-    gate_up, rank = gate_up.at[3, :70].set(0.0), rank_of(arrays)
-    inner = None if products is None else Inner(products, b)
-    options = {"activation": "silu", "implementation": "xla"}
-    *plain, _ = glu_lora_forward(gate_up, inner, a, **options)
-    *forward, kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)
-    jax.tree.map(np.testing.assert_array_equal, forward, plain)
-    by_triton = triton.forward(gate_up, products, b, a, "silu", config.forward_config((9, 0), rank), True, True)
-    jax.tree.map(np.testing.assert_array_equal, by_triton[2], kept)  # bit for bit
-    wide = exact((gate_up, *arrays[1:]), "silu")
-    close(by_triton[:2], wide[:2], 2**-8.5)  # as in the test above
-
-    decoded = dequantize_blocks(kept)
-    largest = np.abs(np.asarray(gate_up, np.float32)).reshape(ROWS, -1, 64).max(-1).repeat(64, 1)
-    # half a place of three bits, and at the small end of a block a code's least step
-    bound = np.maximum(np.abs(decoded) * 2**-4, largest * 2**-17)
-    assert np.all(np.abs(np.asarray(gate_up, np.float32) - decoded) <= bound)
-    assert kept.codes.dtype == jnp.float8_e4m3fn and kept.exponents.shape == (2 * FEATURES // 64, ROWS)
-
-    down = None if a is None else (a, dproducts)
-    expected = glu_lora_backward(decoded.astype(jnp.bfloat16), inner, dh, down, with_h=not rank, **options)
-    found = glu_lora_backward(kept, inner, dh, down, with_h=not rank, **options)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    wide = exact((decoded, *arrays[1:]), "silu")[2:]
-    for columns in (64, 32):  # fewer than a block's
-        tiles = dataclasses.replace(config.backward_config((9, 0), rank), columns=columns)
-        options = {"with_h": not rank, "interpret": True}
-        *found, _ = triton.backward(kept, products, b, dh, a, dproducts, "silu", tiles, **options)
-        close(found, wide, 2**-8.5)
 
 
 @pytest.mark.exhaustive("case0")
@@ -163,25 +123,19 @@ def test_scales_that_are_left_to_the_reader_change_no_bit(case):
     (gate_up, plain), (dh, plain_dh) = scaled(gate_up, 1), scaled(dh, 2)
     rank, inner = rank_of(arrays), None if products is None else Inner(products, b)
     tiles = config.forward_config((9, 0), rank), config.backward_config((9, 0), rank)
-    for keep in (False, True):
-        options = {"activation": "silu", "float8": keep, "implementation": "xla"}
-        expected = glu_lora_forward(plain, inner, a, **options)
-        jax.tree.map(np.testing.assert_array_equal, glu_lora_forward(gate_up, inner, a, **options), expected)
-        found = triton.forward(gate_up, products, b, a, "silu", tiles[0], True, keep)
-        jax.tree.map(
-            np.testing.assert_array_equal, found, triton.forward(plain, products, b, a, "silu", tiles[0], True, keep)
-        )
+    options = {"activation": "silu", "implementation": "xla"}
+    expected = glu_lora_forward(plain, inner, a, **options)
+    jax.tree.map(np.testing.assert_array_equal, glu_lora_forward(gate_up, inner, a, **options), expected)
+    found, expected = (triton.forward(x, products, b, a, "silu", tiles[0], True) for x in (gate_up, plain))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     down = None if a is None else (a, dproducts)
     options = {"activation": "silu", "with_h": not rank, "implementation": "xla"}
     expected = glu_lora_backward(plain, inner, plain_dh, down, **options)
     jax.tree.map(np.testing.assert_array_equal, glu_lora_backward(gate_up, inner, dh, down, **options), expected)
-    # Kept in float8 gate and up have blocks' scales, the gradient of h those of a product all the same.
-    kept = glu_lora_forward(plain, inner, a, activation="silu", float8=True, implementation="xla")[2]
     options = {"with_h": not rank, "interpret": True}
-    for own, same in ((gate_up, plain), (kept, kept)):
-        found = triton.backward(own, products, b, dh, a, dproducts, "silu", tiles[1], **options)
-        expected = triton.backward(same, products, b, plain_dh, a, dproducts, "silu", tiles[1], **options)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    found = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles[1], **options)
+    expected = triton.backward(plain, products, b, plain_dh, a, dproducts, "silu", tiles[1], **options)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.exhaustive("case0")
@@ -191,17 +145,15 @@ def test_the_largest_of_each_row_of_the_gradient_is_that_of_what_is_written(case
     dh = dh * jnp.asarray(np.exp2(np.arange(ROWS) % 40 - 20.0), jnp.bfloat16)[:, None]
     inner, down = None if products is None else Inner(products, b), None if a is None else (a, dproducts)
     tiles, options = config.backward_config((9, 0), rank_of(arrays)), {"activation": "silu", "implementation": "xla"}
-    kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)[2]
-    for read in (gate_up, kept):
-        without = glu_lora_backward(read, inner, dh, down, **options)
-        by_triton = triton.backward(read, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
-        for found, plain in (
-            (glu_lora_backward(read, inner, dh, down, with_absmax=True, **options), without),
-            (triton.backward(read, products, b, dh, a, dproducts, "silu", tiles, False, True, True), by_triton),
-        ):
-            jax.tree.map(np.testing.assert_array_equal, found[:4], tuple(plain[:4]))
-            assert plain[4] is None and found[4].dtype == jnp.float32
-            np.testing.assert_array_equal(found[4], np.abs(np.asarray(found[0], np.float32)).max(1))
+    without = glu_lora_backward(gate_up, inner, dh, down, **options)
+    by_triton = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
+    for found, plain in (
+        (glu_lora_backward(gate_up, inner, dh, down, with_absmax=True, **options), without),
+        (triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, False, True, True), by_triton),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, found[:4], tuple(plain[:4]))
+        assert plain[4] is None and found[4].dtype == jnp.float32
+        np.testing.assert_array_equal(found[4], np.abs(np.asarray(found[0], np.float32)).max(1))
 
 
 @pytest.mark.exhaustive("case0")
@@ -212,19 +164,18 @@ def test_h_in_float8_is_h_with_its_rows_rounded(case):
     magnitudes = np.exp2(np.arange(2 * FEATURES) // 64 % 3 * 4.0 - 6)
     gate_up = jnp.asarray(np.asarray(gate_up, np.float32) * magnitudes, jnp.bfloat16).at[3].set(0.0)
     inner, tiles = None if products is None else Inner(products, b), config.forward_config((9, 0), rank_of(arrays))
-    for keep in (False, True):
-        options = {"activation": "silu", "float8": keep, "implementation": "xla"}
-        plain = glu_lora_forward(gate_up, inner, a, **options)
-        h, *others = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
-        jax.tree.map(np.testing.assert_array_equal, (h, *others), (quantize_rows(plain[0]), *plain[1:]))
-        plain = triton.forward(gate_up, products, b, a, "silu", tiles, True, keep)
-        h, *others = triton.forward(gate_up, products, b, a, "silu", tiles, True, keep, True)
-        jax.tree.map(np.testing.assert_array_equal, others, list(plain[1:]))
-        expected = quantize_rows(plain[0])
-        np.testing.assert_array_equal(h.scales, expected.scales)
-        codes, once = (np.asarray(rows.codes, np.float64) for rows in (h, expected))
-        assert (codes == once)[np.abs(once) >= 2.0**-6].all() and np.abs(codes - once).max() <= 2.0**-9
-        assert not rank_of(arrays) or (np.abs(once) < 2.0**-6).any()
+    options = {"activation": "silu", "implementation": "xla"}
+    plain = glu_lora_forward(gate_up, inner, a, **options)
+    found = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, found, (quantize_rows(plain[0]), plain[1]))
+    plain = triton.forward(gate_up, products, b, a, "silu", tiles, True)
+    h, through = triton.forward(gate_up, products, b, a, "silu", tiles, True, True)
+    jax.tree.map(np.testing.assert_array_equal, through, plain[1])
+    expected = quantize_rows(plain[0])
+    np.testing.assert_array_equal(h.scales, expected.scales)
+    codes, once = (np.asarray(rows.codes, np.float64) for rows in (h, expected))
+    assert (codes == once)[np.abs(once) >= 2.0**-6].all() and np.abs(codes - once).max() <= 2.0**-9
+    assert not rank_of(arrays) or (np.abs(once) < 2.0**-6).any()
 
 
 def test_h_that_is_not_finite_stays_so_in_float8():
@@ -232,29 +183,18 @@ def test_h_that_is_not_finite_stays_so_in_float8():
     tiles = config.forward_config((9, 0), 0)
     for h in (
         glu_lora_forward(gate_up, None, None, activation="silu", rounded=True)[0],
-        triton.forward(gate_up, None, None, None, "silu", tiles, True, False, True)[0],
+        triton.forward(gate_up, None, None, None, "silu", tiles, True, True)[0],
     ):
         product = matmul(*h, *quantize_rows(jnp.ones((16, 128), jnp.bfloat16)))
         assert np.isfinite(np.asarray(product, np.float32)).all(1).tolist() == [False] * 2 + [True] * 62
 
 
-def test_what_is_not_finite_stays_so_in_float8():
-    gate_up = jnp.ones((64, 256), jnp.bfloat16).at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
-    for kept in (
-        glu_lora_forward(gate_up, None, None, activation="silu", float8=True)[2],
-        triton.forward(gate_up, None, None, None, "silu", config.forward_config((9, 0), 0), True, True)[2],
-    ):
-        finite = np.isfinite(dequantize_blocks(kept))
-        assert not finite[0, 3] and not finite[1, 200] and finite[2:].all()
-
-
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.exhaustive("True-128-h200")
+@pytest.mark.exhaustive("128-h200")
 @pytest.mark.parametrize(("rank", "card"), [(16, "h200"), (128, "h200"), (16, "4090")])
-@pytest.mark.parametrize("keep", [True, False])
-def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
-    """Products whose scales are left to the kernels, and gate and up kept in float8."""
+def test_nothing_spills_in_float8(card, rank, tmp_path):
+    """Products whose scales are left to the kernels, and h in float8."""
     aot = AOT(card)
     make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
     rank = min(rank, config.largest_rank(aot.card.capability))
@@ -264,9 +204,8 @@ def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
     def both(gate_up, products, b, dh, a, dproducts, rows, wide, narrow):
         inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
         gate_up, dh = Scaled(gate_up, rows, wide), Scaled(dh, rows, narrow)
-        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=keep, rounded=True, **options)
-        read = kept if keep else gate_up
-        return h, glu_lora_backward(read, inner, dh, (a, dproducts), with_absmax=True, **options)
+        h, _ = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
+        return h, glu_lora_backward(gate_up, inner, dh, (a, dproducts), with_absmax=True, **options)
 
     found = of_triton(aot, both, *specs, *scales, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
@@ -332,16 +271,14 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep", [False, True])
-def test_scales_that_are_left_to_the_reader_change_no_bit_on_a_card(keep):
+def test_scales_that_are_left_to_the_reader_change_no_bit_on_a_card():
     gate_up, products, b, dh, a, dproducts = operands(16, False, 16, jnp.bfloat16, 2048, 4096)
     options = {"activation": "silu", "implementation": "triton"}
 
     @jax.jit
     def both(gate_up, dh):
-        h, through, kept = glu_lora_forward(gate_up, Inner(products, b), a, float8=keep, **options)
-        read = kept if keep else gate_up
-        return h, through, kept, glu_lora_backward(read, Inner(products, b), dh, (a, dproducts), **options)
+        h, through = glu_lora_forward(gate_up, Inner(products, b), a, **options)
+        return h, through, glu_lora_backward(gate_up, Inner(products, b), dh, (a, dproducts), **options)
 
     pairs = zip(scaled(gate_up, 1), scaled(dh, 2), strict=True)
     found, expected = (both(*pair) for pair in pairs)
@@ -356,7 +293,7 @@ def test_what_float8_products_read_on_a_card(rank):
     inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
     (gate_up, _), (dh, _) = scaled(gate_up, 1), scaled(dh, 2)
     plain = jax.jit(lambda x: glu_lora_forward(x, inner, a, **options))(gate_up)
-    h, through, _ = jax.jit(lambda x: glu_lora_forward(x, inner, a, rounded=True, **options))(gate_up)
+    h, through = jax.jit(lambda x: glu_lora_forward(x, inner, a, rounded=True, **options))(gate_up)
     np.testing.assert_array_equal(through, plain[1])
     expected = quantize_rows(plain[0])
     np.testing.assert_array_equal(h.scales, expected.scales)

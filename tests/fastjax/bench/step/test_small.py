@@ -115,12 +115,6 @@ def test_layers_in_the_host():
         assert small_step(case).offload_layers is expected
 
 
-def test_what_is_rounded_to_float8_belongs_to_the_reference():
-    small = changed("checkpointing", "projections_float8")
-    assert reference_step(small).checkpointing == "projections_float8"
-    assert reference_step(changed("checkpointing", "none")).checkpointing == "none"
-
-
 def test_no_policy():
     with pytest.raises(ConfigError, match="use_gradient_checkpointing: expected one of .*, got 'unsloth'"):
         changed("checkpointing", "unsloth")
