@@ -1,8 +1,9 @@
 """Names of the residuals between forward and backward pass, for policies that keep some of them."""
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
 
 #: The names in use: the projections' results, or the turned heads made of them, the adapters' rank products, the
 #: attention's residuals.
@@ -13,7 +14,7 @@ LAYER_INPUT = "layer_input"
 HEADS, ATTENDED = "heads", "attended"
 
 
-def name_residual(product: Array, name: str) -> Array:
+def name_residual(product: "Array", name: str) -> "Array":
     """Name the result of a product.
 
     The barrier is for XLA on GPUs: a product that goes into a stack of all layers' residuals and into the next
@@ -23,4 +24,7 @@ def name_residual(product: Array, name: str) -> Array:
         product: the result.
         name: one of `SAVED`.
     """
+    import jax  # here, since settings, which need no JAX, read the names above
+    from jax.ad_checkpoint import checkpoint_name
+
     return checkpoint_name(jax.lax.optimization_barrier(product), name)

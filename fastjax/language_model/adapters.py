@@ -31,7 +31,7 @@ from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import read_outline
 from fastjax.models.places import fill_layers
-from fastjax.models.remat import policy_of
+from fastjax.models.policies import policy_of
 from fastjax.models.vocabulary import with_vocab_size
 
 if TYPE_CHECKING:

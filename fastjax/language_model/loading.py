@@ -26,9 +26,9 @@ from fastjax.models.decoder import Decoder
 from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import Outline, read_outline, row_length
+from fastjax.models.policies import check_policy
 from fastjax.models.precision import make_precision
 from fastjax.models.quantized import QuantizationAware
-from fastjax.models.remat import check_policy
 from fastjax.models.vocabulary import check_vocabulary
 from fastjax.models.zeros import zero_weights
 
@@ -75,7 +75,7 @@ class FastLanguageModel:
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
                 in the host's memory; False or "projections": keep the projections' and the attention's results too; or
-                another name of `models.remat.POLICIES`, or "NAME:k" for the first k layers (`remat.policy_of`). "auto":
+                another name of `models.policies.POLICIES`, or "NAME:k" for the first k layers. "auto":
                 "full" until it is trained; a trainer, as `fastjax train`, takes the fastest that the device has memory
                 for.
             random_state: unused; `get_peft_model` has the seed of the adapters.

@@ -207,7 +207,7 @@ class LanguageModel:
         return dataclasses.replace(self, **changes)
 
     def with_checkpointing(self, remat: str) -> "LanguageModel":
-        """The same arrays with another rematerialisation policy, one of `models.remat.POLICIES`."""
+        """The same arrays with another rematerialisation policy, one of `models.policies.POLICIES`."""
         if remat == self.remat:
             return self.replace(remat_auto=False)
         module = self.module()

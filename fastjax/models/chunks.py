@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from convert.errors import shown
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.remat import POLICIES
+from fastjax.models.policies import POLICIES
 from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
 from fastjax.quantization.float8 import decoded_in_float8
 from fastjax.quantization.weight import Weight, after
@@ -59,7 +59,7 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
         chunk: the setting. "auto" leaves policies alone that keep the projections' results: the MLP's would be computed
             again.
         shape: [B, S, E] of the layers' input.
-        policy: of the layer, a name of `remat.POLICIES`.
+        policy: of the layer, a name of `policies.POLICIES`.
 
     Raises:
         ConfigError: a number of tokens on several devices along `tensor`.

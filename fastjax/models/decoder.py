@@ -27,9 +27,9 @@ from fastjax.models.layer_parts import LayerParts
 from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
+from fastjax.models.policies import offloads, policy_of
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
-from fastjax.models.remat import offloads, policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_fields, rope_tables
 from fastjax.models.streamed import has_streamed
 from fastjax.models.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         score: its projection to scores; other models have none.
         plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
-        remat: policy of rematerialisation, as `remat.policy_of` takes it.
+        remat: policy of rematerialisation, as `policies.policy_of` takes it.
         mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
         quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
         start: the trained arrays as a run begins with them (`models.start`), or None.

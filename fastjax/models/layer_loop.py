@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
-from fastjax.models.remat import checkpointed, offloads, policy_of
+from fastjax.models.policies import offloads, policy_of
+from fastjax.models.remat import checkpointed
 from fastjax.models.streamed import has_streamed, on_device, run_streamed
 from fastjax.parallel import several_devices
 from fastjax.parallel.gather import splits_weights

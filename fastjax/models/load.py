@@ -25,8 +25,8 @@ from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.places import fill_tree
+from fastjax.models.policies import policy_of
 from fastjax.models.precision import Precision
-from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
 
@@ -170,7 +170,7 @@ def plan_held(
         held: by the weight's path.
         precision: the dtypes, and the modules that stay in float32.
         layer_loop: "scan" or "unroll".
-        remat: as `remat.policy_of` takes it; layers of one stack have one policy.
+        remat: as `policies.policy_of` takes it; layers of one stack have one policy.
     """
     count = config.num_hidden_layers
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), policy_of(remat, i)} for i in range(count)]

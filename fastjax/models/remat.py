@@ -1,44 +1,17 @@
-"""Rematerialisation: the residuals that a layer keeps for the backward pass (Chen et al., arXiv 1604.06174).
+"""Rematerialisation: blocks of layers under their policy, and the compiler's options that it needs."""
 
-A policy says of each named value whether it stays on the device, is moved to pinned host memory and back (Unsloth's
-"unsloth", and Zero-Offload's idea, arXiv 2101.06840), or is computed again.
-"""
-
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
+from fastjax.models.policies import POLICIES, offloads, policy_of
 from fastjax.parallel.gather import everything_but_gathered
-from fastjax.residuals import ATTENDED, HEADS, LAYER_INPUT, SAVED
+from fastjax.residuals import LAYER_INPUT
 
-
-class Policy(NamedTuple):
-    """The named values of a layer that outlive its forward pass.
-
-    Attributes:
-        kept: on the device, beside the layer's input unless this is offloaded.
-        offloaded: in pinned host memory.
-    """
-
-    kept: tuple[str, ...] = ()
-    offloaded: tuple[str, ...] = ()
-
-
-#: By name, the fastest first, as measured for rows of 2,048 tokens: attention of long ones is fetched faster than it is
-#: made again. "none" leaves the choice to JAX, which keeps everything but weights gathered from other devices.
-POLICIES: Mapping[str, Policy | None] = {
-    "none": None,
-    "projections": Policy(SAVED),
-    "attention": Policy(("attention_out", "attention_lse", "lora")),
-    "full": Policy(),
-    "offload": Policy((), (LAYER_INPUT,)),
-    "offload_attention": Policy(("attention_lse",), (LAYER_INPUT, "attention_out")),
-    "offload_projections": Policy(("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED)),
-}
 #: Of the steps that offload from layers called one by one: copies between device and host that are far apart stay so.
 #: Without the fences XLA moves them together, and everything is on the device again.
 _FENCES = {
@@ -54,47 +27,6 @@ _GATHERS_EARLY = {
 }
 #: Of the steps that offload: no CUDA graphs, whose nodes run one after another, copies between device and host too.
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
-
-
-def policy_of(remat: str, index: int) -> str:
-    """The policy of a layer.
-
-    Args:
-        remat: a name of `POLICIES`, or "NAME:k": the first k layers by NAME, the others by "full"; by "offload" where
-            NAME sends more to the host's memory than the layers' inputs.
-        index: the layer.
-    """
-    name, _, first = remat.partition(":")
-    if not first or index < int(first):
-        return name
-    policy = POLICIES[name]
-    return "offload" if policy is not None and len(policy.offloaded) > 1 else "full"
-
-
-def check_policy(remat: str) -> str:
-    """The setting itself.
-
-    Args:
-        remat: as `policy_of` takes it.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    name, colon, first = remat.partition(":")
-    if name not in POLICIES or (colon and not (first.isascii() and first.isdigit())):
-        expected = f"one of {list(POLICIES)}, or NAME:k for the first k layers"
-        raise ConfigError(f"use_gradient_checkpointing: expected {expected}, got {remat!r}")
-    return remat
-
-
-def offloads(remat: str) -> bool:
-    """Whether a policy keeps something in the host's memory.
-
-    Args:
-        remat: a name of `POLICIES`.
-    """
-    policy = POLICIES[remat]
-    return policy is not None and bool(policy.offloaded)
 
 
 def checkpointed(

@@ -3,31 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fastjax.models.remat import POLICIES
 from fastjax.planning.device import pinned_setting
 from fastjax.planning.memory import Room, StepMemory
-
-#: Tokens of a row from which fetching the attention's results is faster than making them again: measured and estimated
-#: in docs/memory.md ("What a run does by itself").
-LONG_ROW = 8192
-#: The policies for such rows and for shorter ones, the fastest first, where copies are hidden.
-_LONG = ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
-_SHORT = ("projections", "attention", "offload_projections", "full", "offload_attention", "offload")
-
-
-def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
-    """The policies to choose from, the fastest first.
-
-    "none" is not among them: it keeps the most, and where both fitted it was as fast as "projections" (118.8 and 119.1
-    ms, docs/lab/step.md).
-
-    Args:
-        row: tokens of a row.
-        hidden: whether copies to and from the host run beside products, as in scanned layers on one device; where they
-            do not, the order of `remat.POLICIES` holds for rows of any length.
-    """
-    names = tuple(name for name, policy in POLICIES.items() if policy is not None)
-    return tuple(sorted(names, key=(_LONG if row >= LONG_ROW else _SHORT).index)) if hidden else names
 
 
 class Refused(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.models.policies import holds_more
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
@@ -23,7 +24,7 @@ from fastjax.runs.cache_misses import before_compiling, reads_back
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
-from fastjax.runs.policies import holds_more, less_memory, run_candidates, way_out
+from fastjax.runs.policies import less_memory, run_candidates, way_out
 from fastjax.runs.steps import LoadedShapes, RunShapes, device_bytes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss

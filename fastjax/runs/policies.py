@@ -7,22 +7,10 @@ from typing import Any
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.models.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
-from fastjax.models.remat import POLICIES, compiler_options, policy_of
+from fastjax.models.policies import POLICIES, candidates, held_place, holds_more, policy_of
+from fastjax.models.remat import compiler_options
 from fastjax.parallel import MeshShape
-from fastjax.planning.choice import LONG_ROW, candidates
 from fastjax.training.config import TrainConfig
-
-#: Policies by what a step holds on the device, the most first (docs/memory.md). The last two are as good as equal in
-#: rows shorter than `LONG_ROW`.
-_HELD = (
-    "none",
-    "projections",
-    "attention",
-    "full",
-    "offload_projections",
-    "offload_attention",
-    "offload",
-)
 
 
 def run_candidates(config: TrainConfig, shape: MeshShape) -> tuple[str, ...]:
@@ -52,18 +40,6 @@ def less_memory(
         Those that the run could use and has not set.
     """
     return list(_settings(config, model, shape, policy, others))
-
-
-def holds_more(policy: str, other: str, row: int) -> bool:
-    """Whether a step holds more on the device with a policy than with another one.
-
-    Args:
-        policy: its name, as `policy_of` takes it.
-        other: likewise.
-        row: tokens of a row.
-    """
-    first, second = (_HELD.index(name.partition(":")[0]) for name in (policy, other))
-    return first < min(second, _HELD.index("offload_attention") if row < LONG_ROW else second)
 
 
 def way_out(settings: Collection[str], rows: int | None = None) -> str:
@@ -101,8 +77,8 @@ def _below(
     """The fastest policy that holds less on the device than this one; None: there is none."""
     name, _, first = policy.partition(":")
     rest = policy_of(policy, int(first)) if first else name
-    more, least = sorted((name, rest), key=_HELD.index)
     row = config.model.max_seq_length
+    more, least = sorted((name, rest), key=lambda one: held_place(one, row))
 
     def suits(other: str) -> bool:
         if any(other == one or holds_more(other, one, row) for one in others):

@@ -15,7 +15,7 @@ from rich.console import Console
 from fastjax.data.batches import Batch
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
-from fastjax.models.remat import offloads, policy_of
+from fastjax.models.policies import offloads, policy_of
 from fastjax.quantization import read_in_place
 from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes

@@ -12,7 +12,7 @@ from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
 from fastjax.models.chunks import chunk_places
 from fastjax.models.layout import plan_layers
-from fastjax.models.remat import check_policy, policy_of
+from fastjax.models.policies import check_policy, policy_of
 from fastjax.parallel import MeshShape
 
 #: Repetitions of the layers' period: a first, one between, and a last.

@@ -8,18 +8,8 @@ from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_RANK, MAX_ROW_TOKENS
 from fastjax.lora.settings import LoraSettings
+from fastjax.models.policies import POLICIES
 from fastjax.training.config.checks import check_section, expect
-
-#: The policies of `models.remat.POLICIES`, which needs JAX.
-CHECKPOINTING = (
-    "none",
-    "projections",
-    "attention",
-    "full",
-    "offload",
-    "offload_attention",
-    "offload_projections",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +78,9 @@ class ModelSection:
         check_section("model", self)
         expect("model.max_seq_length", self.max_seq_length, self.max_seq_length >= 2, "at least 2")
         policy = self.use_gradient_checkpointing
-        if isinstance(policy, str) and not re.fullmatch(rf"auto|({'|'.join(CHECKPOINTING)})(:[0-9]{{1,6}})?", policy):
+        if isinstance(policy, str) and not re.fullmatch(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?", policy):
             raise ConfigError(
-                f"model.use_gradient_checkpointing: expected true or false or one of auto, {', '.join(CHECKPOINTING)}, "
+                f"model.use_gradient_checkpointing: expected true or false or one of auto, {', '.join(POLICIES)}, "
                 f"or NAME:k for the first k layers, got {shown(policy, 80)}"
             )
         for name in ("offload_embedding", "offload_layers"):

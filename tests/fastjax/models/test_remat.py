@@ -1,30 +1,13 @@
-"""Policies of rematerialisation by layer, and the compiler's options that they need."""
+"""The compiler's options that policies of rematerialisation need."""
 
 import jax
 import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.remat import POLICIES, check_policy, compiler_options, policy_of
-from fastjax.training.config.model import CHECKPOINTING
+from fastjax.models.policies import POLICIES
+from fastjax.models.remat import compiler_options
 from tests.support import tiny
-
-
-def test_the_first_layers_have_a_policy_of_their_own():
-    assert [policy_of("projections:2", index) for index in range(4)] == ["projections", "projections", "full", "full"]
-    assert [policy_of("offload", index) for index in range(2)] == ["offload", "offload"]
-    assert [policy_of("offload_attention:1", index) for index in range(2)] == ["offload_attention", "offload"]
-    assert [policy_of("offload:1", index) for index in range(2)] == ["offload", "full"]
-
-
-@pytest.mark.parametrize("setting", ["everything", "projections:", "projections:-1", "projections:two", ":2", ""])
-def test_an_unknown_policy_is_refused(setting):
-    with pytest.raises(ConfigError, match="expected one of .*NAME:k"):
-        check_policy(setting)
-
-
-def test_the_settings_know_every_policy():
-    assert tuple(CHECKPOINTING) == tuple(POLICIES)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

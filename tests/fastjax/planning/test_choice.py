@@ -2,8 +2,7 @@
 
 import pytest
 
-from fastjax.models.remat import POLICIES
-from fastjax.planning.choice import LONG_ROW, candidates, choose, first_layers
+from fastjax.planning.choice import choose, first_layers
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 
 GIB = 2**30
@@ -81,23 +80,6 @@ def test_what_xla_does_not_pin_is_not_taken():
     alone = by_host({"much": 75}, 80, pinned=limit)
     assert not alone.fits
     assert "more than there is (XLA takes so much with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82" in str(alone)
-
-
-def test_candidates_begin_with_the_fastest():
-    """docs/memory.md: of long rows what makes the attention again comes last."""
-    apart = candidates(2048, hidden=False)
-    assert apart == candidates(2**16, hidden=False) and apart[:3] == ("projections", "attention", "full")
-    short = candidates(2048, hidden=True)
-    assert short == candidates(LONG_ROW - 1, hidden=True)
-    assert short == ("projections", "attention", "offload_projections", "full", "offload_attention", "offload")
-    long = candidates(LONG_ROW, hidden=True)
-    assert long == ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
-    assert set(long) == set(short) == set(apart)
-
-
-@pytest.mark.parametrize("row", [2048, LONG_ROW])
-def test_what_keeps_everything_is_no_candidate(row):
-    assert set(candidates(row, hidden=True)) == set(POLICIES) - {"none"}
 
 
 @pytest.mark.parametrize(

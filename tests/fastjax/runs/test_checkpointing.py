@@ -9,8 +9,9 @@ import pytest
 
 from fastjax.data import grouping
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.models.policies import candidates
 from fastjax.parallel import MeshShape
-from fastjax.planning.choice import Choice, Refused, candidates
+from fastjax.planning.choice import Choice, Refused
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
 from fastjax.runs.checkpointing import RunStep

@@ -5,11 +5,11 @@ import json
 import jax
 import pytest
 
+from fastjax.models.policies import candidates, holds_more
 from fastjax.parallel import MeshShape
-from fastjax.planning.choice import candidates
 from fastjax.runs.model import run_shapes
 from fastjax.runs.opening import open_shapes
-from fastjax.runs.policies import holds_more, less_memory, run_candidates, way_out
+from fastjax.runs.policies import less_memory, run_candidates, way_out
 from tests.support import tiny
 from tests.support.runs import config
 

@@ -1,0 +1,36 @@
+"""The table of policies of rematerialisation: by layer, by speed, by memory."""
+
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.models.policies import LONG_ROW, POLICIES, candidates, check_policy, policy_of
+
+
+def test_the_first_layers_have_a_policy_of_their_own():
+    assert [policy_of("projections:2", index) for index in range(4)] == ["projections", "projections", "full", "full"]
+    assert [policy_of("offload", index) for index in range(2)] == ["offload", "offload"]
+    assert [policy_of("offload_attention:1", index) for index in range(2)] == ["offload_attention", "offload"]
+    assert [policy_of("offload:1", index) for index in range(2)] == ["offload", "full"]
+
+
+@pytest.mark.parametrize("setting", ["everything", "projections:", "projections:-1", "projections:two", ":2", ""])
+def test_an_unknown_policy_is_refused(setting):
+    with pytest.raises(ConfigError, match="expected one of .*NAME:k"):
+        check_policy(setting)
+
+
+def test_candidates_begin_with_the_fastest():
+    """docs/memory.md: of long rows what makes the attention again comes last."""
+    apart = candidates(2048, hidden=False)
+    assert apart == candidates(2**16, hidden=False) and apart[:3] == ("projections", "attention", "full")
+    short = candidates(2048, hidden=True)
+    assert short == candidates(LONG_ROW - 1, hidden=True)
+    assert short == ("projections", "attention", "offload_projections", "full", "offload_attention", "offload")
+    long = candidates(LONG_ROW, hidden=True)
+    assert long == ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
+    assert set(long) == set(short) == set(apart)
+
+
+@pytest.mark.parametrize("row", [2048, LONG_ROW])
+def test_what_keeps_everything_is_no_candidate(row):
+    assert set(candidates(row, hidden=True)) == set(POLICIES) - {"none"}
