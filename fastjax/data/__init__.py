@@ -13,8 +13,9 @@ A row passes through the modules of this folder in one direction::
     special_texts    special tokens in the rows' content, read as text
     documents        examples as documents in flat arrays, cut to the row length, with counts of the cuts
     packing          documents → rows of a fixed length, with segment ids, positions and shifted targets
+    encoded          documents of examples of any kind → a data set: its rows and its counts
     cache            rows kept for the next run
-    preferences      answers of pairs, or with labels: from preference_columns by prepare_preferences to groups in rows
+    preferences      answers of pairs, or with labels: from preference_columns by preference_groups to groups in rows
     batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
 `prepare` runs all but the last. `stream` does the same incrementally during training (streaming), and `prefetched`
@@ -30,7 +31,7 @@ from fastjax.data.examples import Example, Examples
 from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
 from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.prefetch import Prefetched, prefetched
-from fastjax.data.prepare import prepare, prepare_records
+from fastjax.data.prepare import prepare
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import read_jsonl
@@ -62,7 +63,6 @@ __all__ = [
     "parse_row",
     "prefetched",
     "prepare",
-    "prepare_records",
     "read_jsonl",
     "set_chat_template",
     "stream",

@@ -108,7 +108,7 @@ class Documents(NamedTuple):
         example, lengths = example[ends], last[ends] + 1
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         starts = examples.offsets[example] + piece[ends] * max_length
-        taken = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        taken = spans(starts, lengths)
         targets = np.where(examples.learn[taken + 1], examples.tokens[taken + 1], np.int32(IGNORE))
         truncated = int(np.isin(longer, example).sum()) if too_long == "truncate" else 0
         found, dropped = np.unique(examples.records[example]), np.zeros(0, np.int64)
@@ -143,3 +143,14 @@ class Documents(NamedTuple):
             ),
             counts=Counts(*map(sum, zip(Counts(), *(part.counts for part in parts), strict=True))),
         )
+
+
+def spans(starts: Int64[np.ndarray, " D"], lengths: Int64[np.ndarray, " D"]) -> Int64[np.ndarray, " N"]:
+    """The indices of spans, one span behind the other.
+
+    Args:
+        starts: The first index of each.
+        lengths: The number of its indices.
+    """
+    behind = np.cumsum(lengths)
+    return np.arange(lengths.sum()) + np.repeat(starts - (behind - lengths), lengths)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 
-from fastjax.data.documents import IGNORE, Documents
+from fastjax.data.documents import IGNORE, Documents, spans
 from fastjax.data.origins import Origins
 
 
@@ -116,29 +116,33 @@ def pack_documents(
     row_length: int,
     *,
     packing: bool = True,
+    starts: Int64[np.ndarray, " G_plus_1"] | None = None,
     chosen: Int64[np.ndarray, " _"] | None = None,
     origins: Origins | None = None,
+    fields: Mapping[str, Shaped[np.ndarray, " D"]] = {},
 ) -> PackedRows:
-    """Assign documents to rows.
+    """Assign documents, or groups of them that stay together, to rows.
 
     Args:
-        documents: The documents, none longer than `row_length`.
+        documents: The documents; none, or no group, is longer than `row_length`.
         row_length: Tokens in a row.
-        packing: Documents share rows; otherwise each has a padded row of its own.
-        chosen: The documents of an epoch, with repetitions; None: each once.
+        packing: Groups share rows; otherwise each has a padded row of its own.
+        starts: The first document of each group, and their number at the end; None: each document is one.
+        chosen: The groups of an epoch, with repetitions; None: each once.
         origins: The names of the examples.
+        fields: Further numbers of each document, by name.
 
     Returns:
-        The rows, in the order of their first documents.
+        The rows, in the order of their first groups.
     """
-    chosen = np.arange(len(documents)) if chosen is None else chosen
-    if packing:
-        bins = best_fit(documents.lengths[chosen], row_length)
-    else:
-        bins = [[document] for document in range(len(chosen))]
-    flat = np.fromiter((item for members in bins for item in members), np.int64, len(chosen))
-    offsets = np.cumsum([0, *map(len, bins)], dtype=np.int64)
-    return PackedRows(documents, chosen[flat], offsets, row_length, origins)
+    starts = np.arange(len(documents) + 1) if starts is None else starts
+    chosen = np.arange(len(starts) - 1) if chosen is None else chosen
+    lengths = np.diff(documents.offsets[starts])[chosen]
+    bins = best_fit(lengths, row_length) if packing else [[group] for group in range(len(chosen))]
+    groups = chosen[np.fromiter((item for members in bins for item in members), np.int64, len(chosen))]
+    sizes = np.diff(starts)[groups]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum([0, *map(len, bins)], dtype=np.int64)]
+    return PackedRows(documents, spans(starts[groups], sizes), offsets, row_length, origins, fields)
 
 
 def best_fit(lengths: Sequence[int] | Int[np.ndarray, " D"], capacity: int) -> list[list[int]]:

@@ -7,15 +7,14 @@ of the divergence takes mismatched documents, a prompt with the completion of an
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Int64, Shaped
+from jaxtyping import Bool, Float32, Int, Int32
 
 from fastjax.data.documents import IGNORE, Counts, Documents
-from fastjax.data.origins import Origins
-from fastjax.data.packing import PackedRows, best_fit
+from fastjax.data.packing import PackedRows, pack_documents
 
 
 class Role(enum.IntEnum):
@@ -77,7 +76,8 @@ def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int, *, las
         size = int(documents.lengths[start:end].sum())
         if not 0 < size <= row_length:
             raise ValueError(f"group {number}: expected 1 to {row_length} tokens, as a row has, got {size}")
-    return pack_groups(documents, np.asarray([a.role for a in answers], np.int32), starts, row_length)
+    roles = np.asarray([answer.role for answer in answers], np.int32)
+    return pack_documents(documents, row_length, starts=starts, fields={"roles": roles})
 
 
 def documents_of(
@@ -109,42 +109,6 @@ def documents_of(
         np.asarray(examples, np.int64),
         counts,
     )
-
-
-def pack_groups(
-    documents: Documents,
-    roles: Int32[np.ndarray, " D"],
-    starts: Int[np.ndarray, " G_plus_1"],
-    row_length: int,
-    *,
-    packing: bool = True,
-    chosen: Int64[np.ndarray, " _"] | None = None,
-    origins: Origins | None = None,
-    fields: Mapping[str, Shaped[np.ndarray, " D"]] = {},
-) -> PackedRows:
-    """Assign groups of documents to rows; each stays whole.
-
-    Args:
-        documents: of all groups, one group behind the other.
-        roles: of each document.
-        starts: the first document of each group, and their number at the end.
-        row_length: tokens in a row; no group is longer.
-        packing: groups share rows; otherwise each has a padded row of its own.
-        chosen: the groups of an epoch, with repetitions; None: each once.
-        origins: the names of the examples.
-        fields: further numbers of each document, by name.
-
-    Returns:
-        The rows, with the fields and `roles`.
-    """
-    chosen = np.arange(len(starts) - 1) if chosen is None else chosen
-    sizes = np.diff(documents.offsets[starts])
-    bins = best_fit(sizes[chosen], row_length) if packing else [[group] for group in range(len(chosen))]
-    groups = [[int(chosen[item]) for item in row] for row in bins]
-    members = [[one for group in row for one in range(starts[group], starts[group + 1])] for row in groups]
-    order = np.asarray([one for row in members for one in row], np.int64)
-    offsets = np.cumsum([0, *map(len, members)], dtype=np.int64)
-    return PackedRows(documents, order, offsets, row_length, origins, {"roles": roles, **fields})
 
 
 def with_reference(rows: PackedRows, log_probs: Float32[np.ndarray, "R D"]) -> PackedRows:

@@ -13,13 +13,13 @@ import tokenizers
 from convert.errors import shown
 from fastjax.data import cache, notes
 from fastjax.data.dataset import Dataset
-from fastjax.data.documents import IGNORE, Documents
+from fastjax.data.documents import Documents
+from fastjax.data.encoded import Encoded, told
 from fastjax.data.encoding import Encoder
 from fastjax.data.mixture import choose, split_off
 from fastjax.data.named_templates import set_chat_template
-from fastjax.data.origins import Origins
-from fastjax.data.packing import PackedRows, pack_documents
-from fastjax.data.prepare_preferences import prepare_preferences
+from fastjax.data.packing import PackedRows
+from fastjax.data.preference_groups import encode_preferences
 from fastjax.data.records import Record
 from fastjax.data.settings import PARTS, Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
@@ -66,7 +66,7 @@ def prepare(
         mixture_ends: The end of an epoch with weights; see `choose`.
         seed: Of the random parts of a mixture.
         split: How much is held out (`split_off`), and whether it is that which is wanted; None: everything is.
-        preferences: Of answers, their pairing and `max_length` (`prepare_preferences`); None: examples of one answer.
+        preferences: Of answers, their pairing and `max_length` (`encode_preferences`); None: examples of one answer.
         cache_dir: Folder of the cache; None: no cache.
         now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: the present, or what kept data
             have, whose first run's date stays.
@@ -128,21 +128,18 @@ def prepare(
         distinct, places = np.unique(part, return_inverse=True)
         order.append(places + len(used))
         used += [read[index] for index in distinct.tolist()]
-    shared: Any = {
-        "loss_on": loss_on,
-        "special_tokens": special_tokens,
-        "chat_template_kwargs": variables,
-        "too_long": too_long,
-        "packing": packing,
-        "where": ", ".join(names),
-        "order": np.concatenate(order),
-        "progress": progress,
-    }
+    encoder = Encoder(tokenizer, loss_on, special_tokens, variables)
+    where = ", ".join(names)
     if preferences:
         pairing, max_length = preferences
-        dataset = prepare_preferences(used, tokenizer, max_seq_length, pairing=pairing, max_length=max_length, **shared)
+        encoded = encode_preferences(
+            used, encoder, max_seq_length, too_long, where, progress, pairing=pairing, max_length=max_length
+        )
     else:
-        dataset = prepare_records(used, tokenizer, max_seq_length, **shared)
+        encoded = encode_records(used, encoder, max_seq_length, too_long, where, progress)
+    dataset = encoded.packed(
+        used, max_seq_length, packing=packing, order=np.concatenate(order), special_tokens=special_tokens
+    )
     dataset = dataset._replace(now=now)
     if folder is not None:
         extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id, "now": now}
@@ -150,86 +147,38 @@ def prepare(
     return dataset
 
 
-def prepare_records(
+def encode_records(
     records: Sequence[Record],
-    tokenizer: "PreTrainedTokenizerFast",
+    encoder: Encoder,
     max_seq_length: int,
-    *,
-    loss_on: LossOn = "responses",
-    special_tokens: SpecialTokens = "control",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    too_long: TooLong = "truncate",
-    packing: bool = True,
-    where: str = "the data set",
-    order: np.ndarray | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Dataset:
-    """Encode and pack examples.
+    too_long: TooLong,
+    where: str,
+    progress: Callable[[str], None] | None,
+) -> Encoded:
+    """Encode examples as documents that fit a row.
 
     Args:
         records: The examples.
-        tokenizer: The model's tokenizer.
+        encoder: Of their texts.
         max_seq_length: Tokens in a row.
-        loss_on: The target tokens; see `Encoder`.
-        special_tokens: The reading of special tokens in content; see `Encoder`.
-        chat_template_kwargs: Variables of the chat template; see `Encoder`.
         too_long: The treatment of examples longer than a row; see `Documents`.
-        packing: Whether examples share rows.
         where: The data set's name in errors.
-        order: The examples of an epoch, int64, with repetitions; None: each once.
         progress: Takes messages for people.
 
     Raises:
-        ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
-        DataError: No example at all, or none with a token to learn.
+        ConfigError: A tokenizer without a chat template that is needed; a wrong option.
+        DataError: No example with a token to learn.
     """
-    if not records:
-        raise DataError(f"{where}: no examples")
-    encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
     parts: list[Documents] = []
     noted: notes.Notes = {}
-    done = reported = 0
-    for examples in encoder.encode(records):
+    chunks = encoder.encode(records)
+    for done, examples in told(chunks, len(records), "examples", where, progress):
         parts.append(Documents.of(examples, max_seq_length, too_long))
         notes.add(noted, examples.noted, records[done:])
-        done += examples.count
-        if progress is not None and done - reported >= _REPORT and done < len(records):
-            progress(f"{where}: {done:,} of {len(records):,} examples encoded")
-            reported = done
     documents = Documents.concatenate(parts)
     if not len(documents):
-        raise DataError(nothing_to_learn(where, documents, max_seq_length, loss_on))
-    chosen = None
-    if order is not None and len(order) != len(records):  # some repeat: so do all of their documents
-        first, behind = (np.searchsorted(documents.examples, order, side) for side in ("left", "right"))
-        pieces = behind - first
-        starts = np.cumsum(pieces) - pieces
-        chosen = np.arange(pieces.sum()) + np.repeat(first - starts, pieces)
-    origins = Origins.of(record.where for record in records)
-    rows = pack_documents(documents, max_seq_length, packing=packing, chosen=chosen, origins=origins)
-    learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
-    statistics = DataStatistics(
-        examples=len(records) if order is None else len(order),
-        documents=len(rows.order),
-        truncated=documents.counts.truncated,
-        split=documents.counts.split,
-        dropped=documents.counts.dropped,
-        no_targets=documents.counts.no_targets,
-        tokens=int(documents.lengths[rows.order].sum()),
-        target_tokens=int(learnt[rows.order].sum()),
-        rows=len(rows),
-        slots=len(rows) * max_seq_length,
-        apart=documents.counts.apart,
-        elsewhere=documents.counts.elsewhere,
-        notes=noted,
-        special_tokens=special_tokens,
-    )
-    largest = max(int(documents.tokens.max()), int(documents.targets.max()))
-    return Dataset(rows, statistics, cache.fingerprint(rows), largest)
-
-
-_REPORT = 100_000
-"""Examples between two progress messages."""
+        raise DataError(nothing_to_learn(where, documents, max_seq_length, encoder.loss_on))
+    return Encoded(documents, noted)
 
 
 def told_time(

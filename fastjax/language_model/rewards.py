@@ -16,7 +16,8 @@ from fastjax.data.batches import batch_of
 from fastjax.data.columns import parse_row
 from fastjax.data.documents import Counts
 from fastjax.data.encoding import Encoder
-from fastjax.data.preferences import Role, documents_of, pack_groups
+from fastjax.data.packing import pack_documents
+from fastjax.data.preferences import Role, documents_of
 from fastjax.errors import ConfigError, DataError
 from fastjax.models.projection import ScoreHead
 from fastjax.training.preferences.scores import document_rewards
@@ -96,7 +97,7 @@ def rewards_of(model: "LanguageModel", examples: Sequence[Any], batch_size: int)
         raise DataError(f"example {where}: expected at most {model.max_seq_length} tokens, got {longest}")
     length = min(model.max_seq_length, -(-longest // _ROUND) * _ROUND)
     roles = np.full(len(encoded), Role.NONE, np.int32)
-    rows = pack_groups(documents, roles, np.arange(len(encoded) + 1), length)
+    rows = pack_documents(documents, length, fields={"roles": roles})
     found = np.zeros(len(encoded), np.float32)
     program = _compiled(model.graphdef)
     for start in range(0, len(rows), batch_size):

@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 
 from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
 from fastjax.data.documents import Documents
-from fastjax.data.prepare import prepare_records
+from fastjax.data.prepare import prepare
 from fastjax.errors import ConfigError, DataError
 
 CHAT = [
@@ -450,7 +450,8 @@ def test_answers_that_are_rewritten_are_documents_of_their_own(make_tokenizer):
         == 3
         == dropped.dropped + dropped.no_targets + len(set(Documents.of(examples, 20, "drop").examples))
     )
-    dataset = prepare_records(records, tokenizer, 200)
+    rows = [{"messages": CHAT[:2]}, {"messages": chat}, {"messages": CHAT[:1]}]
+    dataset = prepare(rows, tokenizer, 200)
     assert dataset.statistics.apart == 2 and "2 answers in examples of their own, since" in str(dataset.statistics)
     (last,) = Encoder(tokenizer, "last_response").encode(records)
     assert len(last) == 3
@@ -464,7 +465,7 @@ def test_answers_behind_another_text_than_generation_s_are_counted(make_tokenize
         + "{{ m.content }}<|im_end|>\n{% endfor %}"
         + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
     )
-    statistics = prepare_records([ChatRecord(CHAT, "x")], tokenizer, 200).statistics
+    statistics = prepare([{"messages": CHAT}], tokenizer, 200).statistics
     assert statistics.elsewhere == 2 and "2 answers are learnt behind another text than generation's" in str(statistics)
 
 

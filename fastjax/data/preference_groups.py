@@ -1,4 +1,4 @@
-"""Answers of preferences to packed rows.
+"""Answers of preferences to groups of documents.
 
 Pairs, or single answers each with its mismatched document (the prompt with the completion of the example before, as
 TRL's rotation, over the whole data set), are groups that share a row. What a group has over a row is cut from the ends
@@ -6,25 +6,20 @@ of its longest documents, or the group is left out.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
-from fastjax.data import cache, notes
-from fastjax.data.dataset import Dataset
-from fastjax.data.documents import IGNORE, Counts
+from fastjax.data import notes
+from fastjax.data.documents import Counts
+from fastjax.data.encoded import Encoded, told
 from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Example
-from fastjax.data.origins import Origins
-from fastjax.data.preferences import Role, documents_of, pack_groups
+from fastjax.data.preferences import Role, documents_of
 from fastjax.data.records import PreferenceRecord
-from fastjax.data.settings import LossOn, Pairing, SpecialTokens, TooLong
-from fastjax.data.statistics import DataStatistics
+from fastjax.data.settings import Pairing, TooLong
 from fastjax.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 class Group(NamedTuple):
@@ -43,51 +38,40 @@ class Group(NamedTuple):
     margin: float = 0.0
 
 
-def prepare_preferences(
+def encode_preferences(
     records: Sequence[PreferenceRecord],
-    tokenizer: "PreTrainedTokenizerFast",
+    encoder: Encoder,
     max_seq_length: int,
+    too_long: TooLong,
+    where: str,
+    progress: Callable[[str], None] | None,
     *,
     pairing: Pairing,
-    loss_on: LossOn = "responses",
-    special_tokens: SpecialTokens = "control",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    too_long: TooLong = "truncate",
-    packing: bool = True,
     max_length: int | None = None,
-    where: str = "the data set",
-    order: np.ndarray | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Dataset:
-    """Encode and pack the answers of preferences.
+) -> Encoded:
+    """Encode the answers of preferences as groups of documents that fit a row.
 
     Args:
         records: The examples.
-        tokenizer: The model's tokenizer.
+        encoder: Of their texts; its `loss_on` is "responses" or "last_response".
         max_seq_length: Tokens in a row.
-        pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
-        loss_on: The tokens that are scored: "responses" or "last_response".
-        special_tokens: As of `Encoder`.
-        chat_template_kwargs: As of `Encoder`.
         too_long: The treatment of a group longer than a row, or of an answer longer than `max_length`: "truncate" or
             "drop".
-        packing: Whether groups share rows.
-        max_length: Tokens of an answer with its prompt, at most; None: what a row has.
         where: The data set's name in errors.
-        order: The examples of an epoch, int64, with repetitions; None: each once.
         progress: Takes messages for people.
+        pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
+        max_length: Tokens of an answer with its prompt, at most; None: what a row has.
 
     Raises:
-        ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
+        ConfigError: A tokenizer without a chat template that is needed; a wrong option.
         DataError: No group with anything to learn.
     """
     for name, value, known in (
-        ("loss_on", loss_on, ("responses", "last_response")),
+        ("loss_on", encoder.loss_on, ("responses", "last_response")),
         ("too_long", too_long, ("truncate", "drop")),
     ):
         if value not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
-    encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
     encoded, noted = _encoded(encoder, records, where, progress)
     ranked = pairing == "ranked"
     groups = _single(records, encoded, where) if pairing == "unpaired" else _pairs(records, encoded)
@@ -105,50 +89,18 @@ def prepare_preferences(
             f"tokens, which the documents of a {'answer' if pairing == 'unpaired' else 'pair'} share: "
             f"{lost['no_targets']:,} have nothing left to score, {lost['dropped']:,} are longer and dropped"
         )
-    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"])
-    flat = [document for group in kept for document in group.documents]
-    examples = np.repeat([group.example for group in kept], [len(group.documents) for group in kept])
-    tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
-    documents = documents_of(tokens, learnt, examples, counts, last_token=ranked)
-    margins = np.repeat([group.margin for group in kept], [len(group.documents) for group in kept])
-    fields = {"margins": margins.astype(np.float32)} if ranked else {}
-    roles = np.asarray([role for group in kept for role in group.roles], np.int32)
-    starts = np.cumsum([0, *(len(group.documents) for group in kept)])
-    chosen = None
-    if order is not None and len(order) != len(records):  # some repeat
-        own = np.asarray([group.example for group in kept])
-        first, behind = (np.searchsorted(own, order, side) for side in ("left", "right"))
-        sizes = behind - first
-        chosen = np.arange(sizes.sum()) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
-    origins = Origins.of(record.where for record in records)
-    placing: Any = {"packing": packing, "chosen": chosen, "origins": origins}
-    rows = pack_groups(documents, roles, starts, max_seq_length, fields=fields, **placing)
     same = {group.example for group in kept if _same(group, encoded[group.example])}
     notes.add(noted, {notes.IDENTICAL: sorted(same)}, records)
-    found = roles[rows.order] if pairing == "unpaired" else roles[:0]
-    scored = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
-    statistics = DataStatistics(
-        examples=len(records) if order is None else len(order),
-        documents=len(rows.order),
-        truncated=counts.truncated,
-        split=0,
-        dropped=counts.dropped,
-        no_targets=counts.no_targets,
-        tokens=int(documents.lengths[rows.order].sum()),
-        target_tokens=int(scored[rows.order].sum()),
-        rows=len(rows),
-        slots=len(rows) * max_seq_length,
-        notes=noted,
-        special_tokens=special_tokens,
-        desirable=int(np.sum(found == Role.CHOSEN)),
-        undesirable=int(np.sum(found == Role.REJECTED)),
-    )
-    largest = max(int(documents.tokens.max()), int(documents.targets.max()))
-    return Dataset(rows, statistics, cache.fingerprint(rows), largest)
-
-
-_REPORT = 100_000
-"""Answers between two progress messages."""
+    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"])
+    flat = [document for group in kept for document in group.documents]
+    sizes = [len(group.documents) for group in kept]
+    tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
+    examples = np.repeat([group.example for group in kept], sizes)
+    documents = documents_of(tokens, learnt, examples, counts, last_token=ranked)
+    fields = {"roles": np.asarray([role for group in kept for role in group.roles], np.int32)}
+    if ranked:
+        fields["margins"] = np.repeat([group.margin for group in kept], sizes).astype(np.float32)
+    return Encoded(documents, noted, np.cumsum([0, *sizes]), fields, labelled=pairing == "unpaired")
 
 
 def _encoded(
@@ -158,16 +110,13 @@ def _encoded(
     owners = [index for index, record in enumerate(records) for _ in record.answers]
     found: list[list[Example]] = [[] for _ in records]
     noted: dict[str, dict[int, None]] = {}
-    done = reported = 0
-    for examples in encoder.encode((answer for record in records for answer in record.answers), apart=False):
-        for kind, answers in examples.noted.items():
-            noted.setdefault(kind, {}).update(dict.fromkeys(owners[done + index] for index in answers))
+    answers = (answer for record in records for answer in record.answers)
+    chunks = encoder.encode(answers, apart=False)
+    for done, examples in told(chunks, len(owners), "answers", where, progress):
+        for kind, own in examples.noted.items():
+            noted.setdefault(kind, {}).update(dict.fromkeys(owners[done + index] for index in own))
         for index in range(len(examples)):
             found[owners[done + index]].append(examples[index])
-        done += len(examples)
-        if progress is not None and done - reported >= _REPORT and done < len(owners):
-            progress(f"{where}: {done:,} of {len(owners):,} answers encoded")
-            reported = done
     counted: notes.Notes = {}
     notes.add(counted, {kind: list(rows) for kind, rows in noted.items()}, records)
     return found, counted
@@ -221,8 +170,8 @@ def _fitted(
     Args:
         group: The group.
         row_length: Tokens in a row.
-        max_length: As of `prepare_preferences`.
-        too_long: Likewise.
+        max_length: As of `encode_preferences`.
+        too_long: As of `encode_preferences`.
         last_token: Whether the last token that is scored is an input too.
     """
     behind = 0 if last_token else 1  # tokens of a document that are no inputs

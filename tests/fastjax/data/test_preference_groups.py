@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fastjax.data import Batches, notes, prepare
+from fastjax.data.preference_groups import _common_length
 from fastjax.data.preferences import Role
-from fastjax.data.prepare_preferences import _common_length
 from fastjax.errors import ConfigError, DataError
 
 PAIRED, UNPAIRED = ("paired", None), ("unpaired", None)

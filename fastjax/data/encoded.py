@@ -1,0 +1,117 @@
+"""Encoded examples of any kind, and their packing into the rows and counts of a data set."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from fastjax.data import cache, notes
+from fastjax.data.dataset import Dataset
+from fastjax.data.documents import IGNORE, Documents, spans
+from fastjax.data.examples import Examples
+from fastjax.data.origins import Origins
+from fastjax.data.packing import pack_documents
+from fastjax.data.preferences import Role
+from fastjax.data.records import PreferenceRecord, Record
+from fastjax.data.settings import SpecialTokens
+from fastjax.data.statistics import DataStatistics
+
+_REPORT = 100_000
+"""Examples between two progress messages."""
+
+
+class Encoded(NamedTuple):
+    """Examples as documents.
+
+    Attributes:
+        documents: At least one.
+        noted: The rows that people should know of.
+        starts: The first document of each group that stays in one row, and their number at the end; None: each document
+            is a group.
+        fields: Further numbers of each document, by name.
+        labelled: Whether the roles among the fields are labels of single answers.
+    """
+
+    documents: Documents
+    noted: notes.Notes
+    starts: Int64[np.ndarray, " G_plus_1"] | None = None
+    fields: Mapping[str, Shaped[np.ndarray, " D"]] = {}
+    labelled: bool = False
+
+    def packed(
+        self,
+        records: Sequence[Record] | Sequence[PreferenceRecord],
+        row_length: int,
+        *,
+        packing: bool,
+        order: Int64[np.ndarray, " _"] | None,
+        special_tokens: SpecialTokens,
+    ) -> Dataset:
+        """Pack the documents into rows.
+
+        Args:
+            records: The examples.
+            row_length: Tokens in a row.
+            packing: Whether groups share rows.
+            order: The examples of an epoch, with repetitions; None: each once.
+            special_tokens: The reading of special tokens in content.
+        """
+        documents, counts, chosen = self.documents, self.documents.counts, None
+        if order is not None and len(order) != len(records):  # some repeat: so do all of their groups
+            examples = documents.examples if self.starts is None else documents.examples[self.starts[:-1]]
+            first, behind = (np.searchsorted(examples, order, side) for side in ("left", "right"))
+            chosen = spans(first, behind - first)
+        origins = Origins.of(record.where for record in records)
+        rows = pack_documents(
+            documents,
+            row_length,
+            packing=packing,
+            starts=self.starts,
+            chosen=chosen,
+            origins=origins,
+            fields=self.fields,
+        )
+        learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
+        roles = self.fields["roles"][rows.order] if self.labelled else np.zeros(0, np.int32)
+        statistics = DataStatistics(
+            examples=len(records) if order is None else len(order),
+            documents=len(rows.order),
+            truncated=counts.truncated,
+            split=counts.split,
+            dropped=counts.dropped,
+            no_targets=counts.no_targets,
+            tokens=int(documents.lengths[rows.order].sum()),
+            target_tokens=int(learnt[rows.order].sum()),
+            rows=len(rows),
+            slots=len(rows) * row_length,
+            notes=self.noted,
+            special_tokens=special_tokens,
+            apart=counts.apart,
+            elsewhere=counts.elsewhere,
+            desirable=int(np.sum(roles == Role.CHOSEN)),
+            undesirable=int(np.sum(roles == Role.REJECTED)),
+        )
+        largest = max(int(documents.tokens.max()), int(documents.targets.max()))
+        return Dataset(rows, statistics, cache.fingerprint(rows), largest)
+
+
+def told(
+    chunks: Iterable[Examples], total: int, unit: str, where: str, progress: Callable[[str], None] | None
+) -> Iterator[tuple[int, Examples]]:
+    """Chunks of examples with the number of those before each, and messages on the way.
+
+    Args:
+        chunks: Of `Encoder.encode`.
+        total: Number of records of all chunks.
+        unit: What they are called.
+        where: The data set's name.
+        progress: Takes the messages; None: there are none.
+    """
+    done = reported = 0
+    for examples in chunks:
+        yield done, examples
+        done += examples.count
+        if progress is not None and done - reported >= _REPORT and done < total:
+            progress(f"{where}: {done:,} of {total:,} {unit} encoded")
+            reported = done
