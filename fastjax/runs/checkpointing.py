@@ -25,7 +25,7 @@ from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import less_memory, run_candidates, way_out
-from fastjax.runs.steps import LoadedShapes, RunShapes, device_bytes
+from fastjax.runs.steps import RunShapes, device_bytes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss
 
@@ -115,7 +115,7 @@ def compile_step(
     return RunStep(choice.policy, choice, last, functools.partial(_way_out, shapes, last, choice))
 
 
-def compile_loaded(shapes: LoadedShapes, earlier: str | None, progress: Callable[[str], None]) -> RunStep | None:
+def compile_loaded(shapes: RunShapes, earlier: str | None, progress: Callable[[str], None]) -> RunStep | None:
     """Compile the step of a run whose model is in memory, with the first policy that fits on the device.
 
     Args:

@@ -220,36 +220,42 @@ class RunShapes:
     Attributes:
         config: the run, its compute dtype settled.
         batch: shapes of a batch.
-        partial: whether the first layers may have a policy of their own.
+        partial: whether the first layers may get a policy of their own: a model in memory keeps its layers' stacks, and
+            layers of one stack have one policy.
     """
-
-    partial = True
 
     def __init__(
         self,
         config: TrainConfig,
-        opened: OpenModel | OpenShapes,
+        model: OpenModel | OpenShapes | LanguageModel,
         total_steps: int,
         loss: Loss | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         replicas: int = 1,
         documents_per_row: int | None = None,
+        optimizer: optax.GradientTransformation | None = None,
     ):
         """Make the shapes, for the device that is traced for here.
 
         Args:
             config: the run.
-            opened: its model.
+            model: its model, in memory or not.
             total_steps: of the run.
             loss: in place of the settings' own.
             compiler_options: XLA's.
             replicas: parts in which the devices take a step's rows.
             documents_per_row: as of `batch_shapes`.
+            optimizer: in place of the settings' own.
         """
         self.batch = batch_shapes(config, replicas, documents_per_row)
-        self._opened, self._total_steps, self._options = opened, total_steps, compiler_options
+        self._total_steps, self._options, self._optimizer = total_steps, compiler_options, optimizer
         self._loss = loss or run_loss(config)
-        self._whole, self._optimizer = run_shapes(with_policy(config, "full"), opened), None
+        self.partial = not isinstance(model, LanguageModel)
+        if isinstance(model, LanguageModel):
+            trainable, frozen = jax.tree.map(_shape, (model.trainable, model.frozen))
+            self._opened, self._whole = None, model.replace(trainable=trainable, frozen=frozen)
+        else:
+            self._opened, self._whole = model, run_shapes(with_policy(config, "full"), model)
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
 
     @property
@@ -263,8 +269,8 @@ class RunShapes:
         return device_bytes(self._whole.frozen)
 
     def model(self, policy: str) -> LanguageModel:
-        """The model; layers of one stack have one policy, so "NAME:k" may have stacks of its own."""
-        if ":" in policy:
+        """The model; where it is not in memory, "NAME:k" may have stacks of its own."""
+        if self._opened is not None and ":" in policy:
             return run_shapes(with_policy(self.config, policy), self._opened)
         return self._whole.with_checkpointing(policy)
 
@@ -291,46 +297,10 @@ class RunShapes:
         return step, (shapes_of(begin, model.trainable), model.frozen, self.batch)
 
 
-class LoadedShapes(RunShapes):
-    """The same of a model that is in memory, whose layers keep their stacks, and so one policy each."""
-
-    partial = False
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: LanguageModel,
-        total_steps: int,
-        loss: Loss,
-        compiler_options: Mapping[str, Any] | None,
-        documents_per_row: int | None,
-        optimizer: optax.GradientTransformation | None,
-    ):
-        """Take the shapes.
-
-        Args:
-            config: the run.
-            model: its own.
-            total_steps: of the run.
-            loss: of a microbatch.
-            compiler_options: XLA's.
-            documents_per_row: as of `batch_shapes`.
-            optimizer: in place of the settings' own.
-        """
-        self.config, self.batch = config, batch_shapes(config, 1, documents_per_row)
-        self._total_steps, self._loss, self._options = total_steps, loss, compiler_options
-        self._optimizer = optimizer
-
-        def shape(array: Any) -> Any:
-            found = jax.ShapeDtypeStruct(array.shape, array.dtype)
-            return to_host_memory(found) if in_host_memory(array) else found
-
-        trainable, frozen = jax.tree.map(shape, (model.trainable, model.frozen))
-        self._whole = model.replace(trainable=trainable, frozen=frozen)
-
-    def model(self, policy: str) -> LanguageModel:
-        """The model."""
-        return self._whole.with_checkpointing(policy)
+def _shape(array: Any) -> Any:
+    """Of an array, and where it is."""
+    found = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return to_host_memory(found) if in_host_memory(array) else found
 
 
 def with_policy(config: TrainConfig, policy: str) -> TrainConfig:

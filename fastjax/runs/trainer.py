@@ -39,7 +39,7 @@ from fastjax.runs.model import check_vocabulary
 from fastjax.runs.result import finished
 from fastjax.runs.resume import newest
 from fastjax.runs.settings_changes import check_settings
-from fastjax.runs.steps import LoadedShapes, run_loss
+from fastjax.runs.steps import RunShapes, run_loss
 from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import (
@@ -268,9 +268,9 @@ class Trainer:
             loaded = time.perf_counter() - began
             rule = None if own.optimizer is None else own.optimizer[0]
             options = compiler_options(config.training.deterministic, folder.path)
-            facts = data.total_steps, own.loss or run_loss(config), options, data.documents_per_row, rule
+            facts = data.total_steps, own.loss or run_loss(config), options, 1, data.documents_per_row, rule
             before = None if earlier is None else earlier.checkpointing
-            step = compile_loaded(LoadedShapes(config, model, *facts), before, tell)
+            step = compile_loaded(RunShapes(config, model, *facts), before, tell)
             step = step or RunStep(model.remat, None, MeshShape())
             model = model.with_checkpointing(step.policy).replace(
                 remat_auto=model.remat_auto
