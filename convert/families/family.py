@@ -17,7 +17,7 @@ from convert.families.gguf import Architecture
 from convert.families.mixture import PROJECTIONS, Mixture
 from convert.model.config import ModelConfig
 from convert.model.layers import MLP as DENSE
-from convert.model.layers import MOE, Layer
+from convert.model.layers import MOE, Layer, Mixer
 from convert.model.paths import EMBEDDING, EXPERTS, HEAD, SCORE, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import (
@@ -96,6 +96,9 @@ class Family:
         numbers: Further fields of `ModelConfig`, numbers or null -> their names in config.json.
         switches: Flags of config.json -> the groups of projections that get a bias, or a `qk_norm_flag`.
         constants: Fields of `ModelConfig` common to the family.
+        mixers: (reader, number of layers) -> the mixer of each; None: all are attention, with windows and rotary
+            positions as `read` has them.
+        rows: The weights of mixers other than attention.
         mixture: Its mixtures of experts; None: all layers are dense.
         read: (reader, fields so far) -> computed fields of `ModelConfig`.
         write: config -> their fields of config.json.
@@ -120,6 +123,8 @@ class Family:
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixers: Callable[[Reader, int], tuple[Mixer, ...]] | None = None
+    rows: tuple[Row, ...] = ()
     mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[ModelConfig], dict[str, Any]] = _nothing
@@ -163,6 +168,7 @@ class Family:
             FUSED_ATTENTION if fused else ATTENTION,
             qk_norm or optional,
             SINKS if has.get("attention_sinks") else (),
+            self.rows,
             norm(after) if after else (),
             norm(before_mlp) if before_mlp and before_mlp != before else (),
             mlp,
@@ -239,11 +245,11 @@ class Family:
         """
         get = self.reader(config, file)
         sizes, flags, layers = dimensions(**read_sizes(get)), self._flags(get), get.layers()
-        kinds: tuple[Layer, ...] = (Layer(),) * layers
+        kinds = [Layer(mixer) for mixer in self.mixers(get, layers)] if self.mixers else [Layer()] * layers
         if self.mixture is not None:
             moe, sparse = self.mixture.read(get, layers)
             sizes, flags = sizes | moe.sizes, flags | moe.flags
-            kinds = tuple(Layer(ffn=MOE if one else DENSE) for one in sparse)
+            kinds = [Layer(kind.mixer, MOE if one else DENSE) for kind, one in zip(kinds, sparse, strict=True)]
         return fill_table(self.table, sizes, flags, kinds)
 
     def tensors(self, config: Config, file: str | os.PathLike[str] = "config.json") -> dict[str, TensorSpec]:

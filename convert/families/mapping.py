@@ -112,7 +112,7 @@ def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
         "scored": scored,
         "max_position_embeddings": get.integer("max_position_embeddings"),
         "initializer_range": get.number("initializer_range"),
-        "mixers": (Attention(),) * layers,
+        "mixers": family.mixers(get, layers) if family.mixers else (Attention(),) * layers,
         "attention_multiplier": head_dim**-0.5,
         "rows": family.table,
         "attention_dropout": get.probability("attention_dropout"),

@@ -1,6 +1,7 @@
 """A layer's kind: its mixer, which moves values between tokens, and its feed-forward part, which sees one at a time."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 #: Feed-forward parts: an MLP, or a mixture of experts.
@@ -16,6 +17,11 @@ class Mixer(Protocol):
 
     block: ClassVar[str]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Dimensions of its weights that a `ModelConfig` does not have, keys of `spec.AXES`."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -29,6 +35,7 @@ class Attention:
     sliding_window: int | None = None
     rope: str | None = "rope"
     block: ClassVar[str] = "self_attn"
+    sizes: ClassVar[Mapping[str, int]] = {}
 
 
 class Layer(NamedTuple):

@@ -4,7 +4,7 @@ A family's table gives rows, in names of dimensions; a config.json fills in laye
 Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
 
 Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers, X
-experts, EF and SF feed-forward width of an expert and of the shared one.
+experts, EF and SF feed-forward width of an expert and of the shared one, Q rank of a latent, C taps of a convolution.
 """
 
 import itertools
@@ -16,12 +16,12 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 
 #: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero.
 INITS = {
-    **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks", "score"), "normal"),
+    **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks", "score", "taps"), "normal"),
     "norm": "ones",
-    **dict.fromkeys(("bias", "choice_bias"), "zeros"),
+    **dict.fromkeys(("bias", "choice_bias", "decay"), "zeros"),
 }
 #: Kinds that are vectors in a layer, or one row per head or expert; the others are matrices.
-VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks"))
+VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks", "decay"))
 #: Kinds of a layer's matrices that are quantised.
 QUANTIZED = frozenset(("matrix", "experts"))
 #: Kinds that are linear modules in transformers' layers.
@@ -47,6 +47,8 @@ AXES = {
     "X": "expert",
     "EF": "expert_mlp",
     "SF": "mlp",
+    "Q": "latent",
+    "C": "taps",
     "1": "gate",
 }
 #: Layouts of weights in files: as in the tree; one tensor an expert; all experts in one tensor, the rows of the weights
@@ -64,8 +66,8 @@ class WeightSpec(NamedTuple):
         axes: the names of its logical axes.
         kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token),
             "norm", "bias", "experts" (the matrices of all experts), "router", "gate" (of a shared expert),
-            "choice_bias" (of a router, for the choice alone), "sinks" (attention logits of no key, one a head) or
-            "score" (a reward model's head).
+            "choice_bias" (of a router, for the choice alone), "sinks" (attention logits of no key, one a head), "taps"
+            (of a convolution, a row a channel), "decay" (of a recurrent state) or "score" (a reward model's head).
         group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
         layout: how it lies in files: "whole", "apart", "merged" or "interleaved".
     """
@@ -175,7 +177,7 @@ def fill_table(
         for number, layer in enumerate(layers if layered else ()):
             others = mixers - {layer.mixer.block}
             here = (row for row in members if row.ffn in (None, layer.ffn) and row.path.block not in others)
-            specs += [row.spec(number, sizes) for row in here]
+            specs += [row.spec(number, sizes | layer.mixer.sizes) for row in here]
     return tuple(specs)
 
 

@@ -6,6 +6,7 @@ reward model "score". Layers of one stack share arrays with a leading axis. Opti
 this.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +18,6 @@ from convert.model.paths import EXPERTS, NORM, SCORE, TABLES, WeightPath
 START = "start"
 #: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
-#: Keys of every family's weights in a layer, those of a group for all of its projections -> their kind.
-_KINDS = {
-    row.path.inside.keys if row.group is None else WeightPath.parse(f"{row.group}.weight").keys: row.kind
-    for family in FAMILIES.values()
-    for row in family.table
-    if row.path.leaf == "weight" and row.path.layer is not None
-}
 _EXPERTS = WeightPath(None, EXPERTS, "", "").keys
 #: The two halves of a low-rank product.
 LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
@@ -86,4 +80,15 @@ def _kind(keys: tuple[str, ...]) -> str:
         return "table"
     if keys[0] == SCORE:
         return "score"
-    return "norm" if keys[0] == NORM else _KINDS.get(keys, "matrix")
+    return "norm" if keys[0] == NORM else _kinds(tuple(FAMILIES)).get(keys, "matrix")
+
+
+@functools.cache
+def _kinds(families: tuple[str, ...]) -> dict[tuple[str, ...], str]:
+    """Keys of the families' weights in a layer, those of a group for all of its projections -> their kind."""
+    return {
+        row.path.inside.keys if row.group is None else WeightPath.parse(f"{row.group}.weight").keys: row.kind
+        for family in families
+        for row in FAMILIES[family].table
+        if row.path.leaf == "weight" and row.path.layer is not None
+    }

@@ -28,10 +28,12 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "key_heads": ("tensor", "fsdp"),
     "mlp": ("tensor", "fsdp"),
     "expert_mlp": ("fsdp",),
+    "latent": ("fsdp",),
     "embed input": (),
     "heads input": ("tensor",),
     "mlp input": ("tensor",),
     "expert_mlp input": (),
+    "latent input": (),
     "adapter": ("fsdp",),
 }
 #: Fewest rows of a part on one device, but of experts; smaller arrays are replicated.
