@@ -114,7 +114,12 @@ def cases() -> dict[str, Case]:
         "nf4.quantize_absmax": Case(nf4.quantize_absmax, (0,), (), (jnp.abs(f(ROWS)),), of_rows=False),
         "nf4.dequantize_absmax": Case(nf4.dequantize_absmax, (), (), (u8(8), f(1), f(256), f())),
         "nf4.reorder": Case(partial(nf4.reorder, source="split", to="bitsandbytes"), (0,), (), (u8(ROWS, 32),)),
-        "float8.matmul": Case(float8.matmul, (0, 1), (), (f8(ROWS, 64), f(ROWS), f8(16, 64), f(16))),
+        "float8.matmul": Case(
+            float8.matmul,
+            (0, 1),
+            (),
+            (f8(ROWS, 64), jnp.exp2(jnp.round(f(ROWS))), f8(16, 64), jnp.exp2(jnp.round(f(16)))),
+        ),
         "float8.quantize_rows": Case(float8.quantize_rows, (0,), (), (wide,)),
         "float8.quantize_columns": Case(float8.quantize_columns, (0,), (), (wide,), of_rows=False),
         "rms_norm.rms_norm": Case(
