@@ -17,6 +17,7 @@ FLOORS = (
     ("language_model", "peft", "generation", "evaluation"),
     ("planning",),
     ("training",),
+    ("execution",),
     ("models",),
     ("lora",),
     ("quantization",),
@@ -83,6 +84,31 @@ def floor_of(module):
             return number
     assert part is None, f"{module} is on no floor"
     return -1
+
+
+#: What models and adapters may know of several devices: islands for kernels, a row's number for its dropout, and the
+#: name that a logical axis has as an input.
+ISLANDS = {"BATCH", "ROWS", "SHARES", "local", "batch_part", "as_input"}
+#: Modules that know more -> why.
+KNOW_MORE = {
+    "fastjax.lora.experts": "tokens go to their experts' devices inside the unit that has one derivative",
+    "fastjax.lora.export": "arrays of several processes are fetched",
+}
+
+
+def test_what_is_computed_asks_for_no_mesh_and_no_memory():
+    """How a model is executed is told in execution/ alone: where arrays lie, how tokens and weights are split."""
+    asked = [
+        f"{module}: {node.module}.{alias.name}"
+        for module, tree in modules().items()
+        if module.startswith(("fastjax.models", "fastjax.lora")) and module not in KNOW_MORE
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if node.module == "fastjax.host_memory"
+        or (node.module.startswith("fastjax.parallel") and alias.name not in ISLANDS)
+    ]
+    assert not asked
 
 
 def test_nothing_imports_upward():

@@ -99,7 +99,7 @@ def plan(
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
     from fastjax.commands import plan_tables
-    from fastjax.models.policies import check_policy
+    from fastjax.execution.policies import check_policy
     from fastjax.planning.memory import Room
     from fastjax.runs.mesh import check_model, mesh_shapes
     from fastjax.runs.messages import say

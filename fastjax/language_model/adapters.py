@@ -20,18 +20,18 @@ from convert.model.paths import SCORE, TABLES
 from convert.trained_over import base_notes
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
+from fastjax.execution.adapters import build_adapters
+from fastjax.execution.places import fill_layers
+from fastjax.execution.stacks import layer_of, plan_layers, rearrange
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.settings import fresh_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
 from fastjax.lora.tables import adapter_rows
-from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
-from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
+from fastjax.models.layout import signature
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import read_outline
-from fastjax.models.places import fill_layers
-from fastjax.models.policies import policy_of
 from fastjax.models.vocabulary import with_vocab_size
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def attach_adapter(
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     own = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
-    kinds = [(model.precision.layer_kind(model.config, i), policy_of(model.remat, i)) for i in range(count)]
-    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.layer_loop)
+    kinds = [(model.precision.layer_kind(model.config, i), model.execution.policy(i)) for i in range(count)]
+    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.execution.layer_loop)
     if plan != model.plan and model.has_host_layers:
         layers = (layer_of(runs, model.plan, index) for index in range(count))
         runs = fill_layers(model.config, plan, layers, offload_layers=True)
@@ -71,8 +71,7 @@ def attach_adapter(
         runs = rearrange(runs, model.plan, plan)
     weights = {**model.frozen, "layers": runs}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
-    how: dict[str, Any] = {"precision": model.precision, "remat": model.remat, "mlp_chunk": model.mlp_chunk}
-    decoder = Decoder(model.config, plan, weights, adapters, **how)
+    decoder = Decoder(model.config, plan, weights, adapters, precision=model.precision, executor=model.execution)
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Any(LoraParam, SavedParam), ...)
     return model.replace(
         graphdef=graphdef,

@@ -16,21 +16,22 @@ from convert.hub import Source, fetch
 from convert.model.spec import QUANTIZED
 from convert.trained_over import held_as
 from fastjax.errors import ConfigError
+from fastjax.execution.chunks import Chunk, check_chunk
+from fastjax.execution.execution import Execution
+from fastjax.execution.load import load_weights, random_weights
+from fastjax.execution.policies import check_policy
+from fastjax.execution.zeros import zero_weights
 from fastjax.language_model.adapters import base_and_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.settings import tables_note
-from fastjax.models.chunks import Chunk, check_chunk
 from fastjax.models.decoder import Decoder
-from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import Outline, read_outline, row_length
-from fastjax.models.policies import check_policy
 from fastjax.models.precision import make_precision
 from fastjax.models.quantized import QuantizationAware
 from fastjax.models.vocabulary import check_vocabulary
-from fastjax.models.zeros import zero_weights
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -174,7 +175,7 @@ class FastLanguageModel:
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = read_config(config, where="config")
-        settings["mlp_chunk"] = check_chunk(mlp_chunk, parsed)
+        execution = Execution(settings.pop("remat"), layer_loop, check_chunk(mlp_chunk, parsed))
         settings["max_seq_length"] = row_length(max_seq_length, parsed)
         precision = make_precision(
             dtype, param_dtype, float32_modules, parsed, base_compute=base_compute, trained=full_finetuning
@@ -187,12 +188,11 @@ class FastLanguageModel:
             precision=precision,
             trained=full_finetuning,
             load_in_4bit=load_in_4bit,
-            layer_loop=layer_loop,
-            remat=settings["remat"],
+            execution=execution,
             mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
             mesh=mesh,
         )
-        return ModelHandle(_build(parsed, config, None, plan, weights, precision, tokenizer, settings))
+        return ModelHandle(_build(parsed, config, None, plan, weights, precision, execution, tokenizer, settings))
 
     @staticmethod
     def get_peft_model(
@@ -254,7 +254,8 @@ class FastLanguageModel:
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
         if use_gradient_checkpointing is not None:
             auto = use_gradient_checkpointing == "auto"
-            model = model.replace(remat=_remat(use_gradient_checkpointing), remat_auto=auto)
+            policy = _remat(use_gradient_checkpointing)
+            model = model.with_checkpointing(policy).replace(remat_auto=auto)
         model = with_fresh_adapter(
             model,
             random_state=random_state,
@@ -370,7 +371,7 @@ def load_opened(
     """
     settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
     config, new_ids = outline.config, outline.new_token_ids
-    settings["mlp_chunk"] = check_chunk(mlp_chunk, config)
+    execution = Execution(settings.pop("remat"), layer_loop, check_chunk(mlp_chunk, config))
     precision = make_precision(
         dtype, param_dtype, float32_modules, config, base_compute=base_compute, trained=full_finetuning
     )
@@ -378,8 +379,7 @@ def load_opened(
         "precision": precision,
         "trained": full_finetuning,
         "load_in_4bit": load_in_4bit,
-        "layer_loop": layer_loop,
-        "remat": settings["remat"],
+        "execution": execution,
     }
     if zeros:
         plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
@@ -390,7 +390,8 @@ def load_opened(
         if new_ids:
             weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
     settings["max_seq_length"] = outline.max_seq_length
-    model = _build(config, outline.hf_config, source.folder, plan, weights, precision, outline.tokenizer, settings)
+    where = outline.hf_config, source.folder
+    model = _build(config, *where, plan, weights, precision, execution, outline.tokenizer, settings)
     if offload_layers:
         check_host_layers(model.plan, full_finetuning)
     name = None if source.name is None or source.revision is None else (source.name, source.revision)
@@ -418,9 +419,8 @@ def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
     return made[0].replace(trainable=trainable, frozen=frozen)
 
 
-def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
-    how = {name: settings[name] for name in ("remat", "mlp_chunk")}
-    decoder = Decoder(config, plan, weights, precision=precision, **how)
+def _build(config, hf_config, folder, plan, weights, precision, execution, tokenizer, settings) -> LanguageModel:
+    decoder = Decoder(config, plan, weights, precision=precision, executor=execution)
     full = settings["full_finetuning"]
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
     return LanguageModel(
@@ -433,6 +433,7 @@ def _build(config, hf_config, folder, plan, weights, precision, tokenizer, setti
         plan=tuple(plan),
         lora=None,
         precision=precision,
+        execution=execution,
         tokenizer=tokenizer,
         **settings,
     )
@@ -449,7 +450,6 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
         "remat": _remat(use_gradient_checkpointing),
         "remat_auto": use_gradient_checkpointing == "auto",
         "full_finetuning": full_finetuning,
-        "layer_loop": layer_loop,
     }
 
 

@@ -22,20 +22,20 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING
 from convert.trained_over import TrainedOver
 from fastjax.errors import ConfigError
+from fastjax.execution.execution import Execution
+from fastjax.execution.streamed import is_streamed
 from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
 from fastjax.language_model.rewards import rewards_of, with_score
 from fastjax.language_model.use import described, logits_of
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
-from fastjax.models.chunks import Chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import START
 from fastjax.models.precision import DTYPES, Precision
 from fastjax.models.quantized import QuantizationAware, quantize_layers
 from fastjax.models.start import hold
-from fastjax.models.streamed import is_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,9 +91,7 @@ class LanguageModel:
         lora: the adapter's settings, or None.
         full_finetuning: whether every weight is trained.
         precision: dtypes of computation and parameters.
-        remat: rematerialisation policy of the backward pass.
-        mlp_chunk: tokens that an MLP computes at a time (`models.chunks`).
-        layer_loop: "scan" or "unroll".
+        execution: how it is executed.
         max_seq_length: most tokens in a row.
         tokenizer: the folder's, with the new tokens, or None.
         new_token_ids: tokens added to the checkpoint's vocabulary.
@@ -113,9 +111,7 @@ class LanguageModel:
     lora: AdapterConfig | None
     full_finetuning: bool
     precision: Precision
-    remat: str
-    mlp_chunk: Chunk
-    layer_loop: str
+    execution: Execution
     max_seq_length: int
     tokenizer: "PreTrainedTokenizerBase | None"
     new_token_ids: tuple[int, ...] = ()
@@ -207,13 +203,15 @@ class LanguageModel:
         return dataclasses.replace(self, **changes)
 
     def with_checkpointing(self, remat: str) -> "LanguageModel":
-        """The same arrays with another rematerialisation policy, one of `models.policies.POLICIES`."""
-        if remat == self.remat:
+        """The same arrays with another rematerialisation policy, one of `execution.policies.POLICIES`."""
+        if remat == self.execution.remat:
             return self.replace(remat_auto=False)
-        module = self.module()
-        module.remat = remat
-        graphdef = nnx.split(module, self.trainable_filter, ...)[0]
-        return self.replace(graphdef=graphdef, remat=remat, remat_auto=False)
+        return self._executed(self.module(), dataclasses.replace(self.execution, remat=remat)).replace(remat_auto=False)
+
+    def _executed(self, module: Decoder, execution: Execution) -> "LanguageModel":
+        """The same arrays in another module's graph, executed in another way."""
+        module.executor = execution
+        return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0], execution=execution)
 
     def with_start(self, arrays: Any) -> "LanguageModel":
         """The same model that holds arrays as those it begins with: the reference of a loss of preferences.
@@ -255,8 +253,8 @@ class LanguageModel:
         module = self.module()
         packed = "quantization_config" in self.hf_config
         quantize_layers(module, aware, dtype=own, trained=self.full_finetuning, packed=packed)
-        graphdef = nnx.split(module, self.trainable_filter, ...)[0]
-        return self.replace(graphdef=graphdef, mlp_chunk=module.mlp_chunk, quantization_aware=aware)
+        execution = self.execution.without_chunks("qat")
+        return self._executed(module, execution).replace(quantization_aware=aware)
 
     def with_host_embedding(self) -> "LanguageModel":
         """The same model with the table of embeddings in the host's pinned memory (`models.host_table`).

@@ -23,10 +23,11 @@ from convert.saving import save
 from fastjax.data.encoding import Encoder
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError, DataError
+from fastjax.execution.stacks import layer_of
 from fastjax.language_model.rewards import check_logits
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
-from fastjax.models.layout import layer_of, split_layer
+from fastjax.models.layout import split_layer
 from fastjax.parallel.placing import fetched, spans_processes
 from fastjax.parallel.processes import is_primary
 

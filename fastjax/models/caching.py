@@ -7,43 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
-from fastjax.lora.norm import Made
 from fastjax.models.context import Context, Slots
-from fastjax.models.decoder import Decoder, embed, rotary_tables, stack_blocks
-from fastjax.models.layer_loop import run_steps
-from fastjax.models.mixers import Mixer
-from fastjax.models.projection import Projection
+from fastjax.models.decoder import Decoder, embed, rotary_tables
 from fastjax.models.rotary import query_scales
-
-
-class Stepping:
-    """A mixer in the place of another, which takes steps.
-
-    Attributes:
-        mixer: the other.
-        state: its state, replaced by each call.
-    """
-
-    def __init__(self, mixer: Mixer, state: Any):
-        self.mixer, self.state = mixer, state
-
-    def united(self, dtype: jnp.dtype) -> Projection | None:
-        """As of `Mixer`."""
-        return self.mixer.united(dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B S E"],
-        context: Context,
-        key: PRNGKeyArray | None,
-        residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
-    ) -> Float[Array, "B S E"]:
-        """As of `Mixer`, for new tokens."""
-        out, self.state = self.mixer.step(x, self.state, context, residual, made)
-        return out
 
 
 def empty_states(model: Decoder, batch: int, length: int) -> list[Any]:
@@ -80,15 +48,5 @@ def step(
     rotary, scales = rotary_tables(model.config, positions, longest), query_scales(model.config, positions)
     context, x = Context(rotary, None, None, scales, slots=slots), embed(model, tokens)
     with jax.named_scope("layers"):
-        x, states = run_steps(model.plan, stack_blocks(model, x, _step, trained=False), x, context, states)
+        x, states = model.executor.step(model, x, context, states)
     return model.norm(x), states
-
-
-def _step(layers: Any, x: Array, context: Context, first: Array, places: None, states: list[Any]) -> Any:
-    """Layers one after another on new tokens; arguments as of `stack_blocks`."""
-    after = []
-    for layer, state in zip(layers, states, strict=True):
-        mixer = Stepping(layer.mixer, state)
-        x, _ = layer(x, context, None, places, mixer)
-        after.append(mixer.state)
-    return x, after, {}

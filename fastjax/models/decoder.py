@@ -1,17 +1,15 @@
 """The one decoder: token ids to hidden states to logits, driven by a ModelConfig.
 
 Modules are the definition and plain pytrees the state: `nnx.split` once, then pure functions. A pass is three pieces:
-`embed`, `run_blocks` over the layers (`layer_loop`), and the head (`lm_logits`).
+`embed`, the layers as the decoder's `Executor` runs them, and the head (`lm_logits`).
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convert.model.config import ModelConfig
@@ -19,23 +17,17 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
-from fastjax.models.chunks import Chunk, chunk_places
 from fastjax.models.context import Context, document_ranges
+from fastjax.models.executor import PLAIN, Executor
 from fastjax.models.layer import DecoderLayer
-from fastjax.models.layer_loop import Block, Sums, added, run_layers
 from fastjax.models.layer_parts import LayerParts
-from fastjax.models.layout import LayerStack, logical_axes
+from fastjax.models.layout import LayerStack
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
-from fastjax.models.policies import offloads, policy_of
 from fastjax.models.precision import Precision
-from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
+from fastjax.models.projection import Embedding, Head, ScoreHead, without_adapters
 from fastjax.models.rotary import document_lengths, query_scales, rope_fields, rope_tables
-from fastjax.models.streamed import has_streamed
-from fastjax.models.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
-from fastjax.parallel import in_order, own_tokens, tensor_devices
-from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
-from fastjax.quantization import read_in_place
+from fastjax.models.sums import Sums
 
 
 class Forward(NamedTuple):
@@ -62,8 +54,7 @@ class Decoder(nnx.Module):
         score: its projection to scores; other models have none.
         plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
-        remat: policy of rematerialisation, as `policies.policy_of` takes it.
-        mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
+        executor: how it is executed.
         quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
         start: the trained arrays as a run begins with them (`models.start`), or None.
     """
@@ -79,8 +70,7 @@ class Decoder(nnx.Module):
         adapters: Adapters | None = None,
         *,
         precision: Precision,
-        remat: str,
-        mlp_chunk: Chunk,
+        executor: Executor = PLAIN,
     ):
         """Build the modules around leaves that exist (arrays, stacked arrays, or their shapes).
 
@@ -91,11 +81,10 @@ class Decoder(nnx.Module):
                 reward model "score": {"weight"}, "layers": trees by stack and by position in the period}.
             adapters: with `layers` arranged likewise; None: none.
             precision: of the computation.
-            remat: policy of rematerialisation.
-            mlp_chunk: tokens that an MLP computes at a time.
+            executor: how it is executed.
         """
-        self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
-        self.mlp_chunk: Chunk = mlp_chunk
+        self.config, self.plan, self.precision = config, tuple(plan), precision
+        self.executor: Executor = executor
         self.quantizing: Constant | None = None
         self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
@@ -173,7 +162,7 @@ class Decoder(nnx.Module):
         model = self if adapters else without_adapters(self)
         ranges = None if segment_ids is None else document_ranges(segment_ids)
         lengths = document_lengths(positions, segment_ids)
-        tokens, positions, segment_ids, lengths = own_tokens((tokens, positions, segment_ids, lengths))
+        tokens, positions, segment_ids, lengths = self.executor.own_tokens((tokens, positions, segment_ids, lengths))
         x = embed(model, tokens)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
@@ -182,8 +171,9 @@ class Decoder(nnx.Module):
         context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions), mask=mask)
         if model.quantizing is not None:
             context = context._replace(quantizing=model.quantizing[...])
-        x, sums = run_blocks(model, x, context)
-        return Forward(model.norm(in_order(x)), sums)
+        with jax.named_scope("layers"):
+            x, sums = self.executor.run(model, x, context)
+        return Forward(model.norm(self.executor.in_order(x)), sums)
 
     def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
         """The input of `lm_logits`: the hidden states; beside them a dropped copy if the head's adapter drops."""
@@ -196,7 +186,7 @@ class Decoder(nnx.Module):
 @jax.named_scope("embed")
 def embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
     """The first layer's input: embeddings in the compute dtype, scaled as the family has it."""
-    x = model.embed_tokens(tokens, model.precision.dtype)
+    x = model.embed_tokens(tokens, model.precision.dtype, model.executor.look_up)
     multiplier = model.config.embedding_multiplier
     return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
 
@@ -211,110 +201,6 @@ def rotary_tables(config: ModelConfig, positions: Int[Array, "B S"], lengths: In
     """
     ropes = rope_fields(config)
     return {name: rope_tables(rope, config.head_dim, positions, lengths) for name, rope in ropes.items()}
-
-
-@jax.named_scope("layers")
-def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
-    """All layers, before the final normalisation, and sums over them.
-
-    Args:
-        model: the decoder.
-        x: embeddings.
-        context: shared by all layers.
-    """
-    return run_layers(model.plan, stack_blocks(model, x, _run), x, context, remat=model.remat)
-
-
-def stack_blocks(
-    model: Decoder, x: Float[Array, "B S E"], run: Callable[..., Any], *, trained: bool = True
-) -> list[tuple[Block, Any]]:
-    """The block of each stack of layers and its arrays, for a loop over them.
-
-    Args:
-        model: the decoder.
-        x: embeddings.
-        run: (layers of a period, x, context, number of the first, places of a row that an MLP takes at once, *states)
-            -> a block's result.
-        trained: whether the pass has a backward pass.
-    """
-    # Equal stacks share a function, but for this pass alone: another may be traced with other implementations.
-    block_of, blocks = functools.cache(functools.partial(_block_of, run)), []
-    apart = tensor_axes(model.config) if tensor_devices() > 1 else None
-    for number, (layers, stack) in enumerate(zip(model.layers, model.plan, strict=True)):
-        graphdef, variables = nnx.split(layers)
-        arrays = nnx.to_pure_dict(variables)
-        axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
-        policy = policy_of(model.remat, stack.start)
-        places = chunk_places(model.mlp_chunk, x.shape, policy) if trained else None
-        own = tuple(P(*names[stack.count > 1 :]) for names in axes)
-        if apart is not None:
-            arrays = copied(arrays, apart, stacked=stack.count > 1)
-        if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
-            arrays, shards = parted(arrays, own, read_in_place(arrays))
-            block = block_of(graphdef, None, apart, places, stack.count == 1)
-            blocks.append((_with_shards(block, stack, shards), arrays))
-        else:
-            blocks.append((block_of(graphdef, own, apart, places, stack.count == 1), arrays))
-    return blocks
-
-
-def _block_of(
-    run: Callable[..., Any],
-    graphdef: nnx.GraphDef,
-    axes: tuple[P, ...] | None,
-    apart: TensorAxes | None,
-    places: int | None,
-    stays: bool,
-) -> Block:
-    """The block function of stacks of equal layers.
-
-    Args:
-        run: as of `stack_blocks`.
-        graphdef: of one period's layers.
-        axes: logical axes of their arrays; None: these come whole.
-        apart: what several devices along `tensor` split; None: there is one.
-        places: of a row that the MLP takes at once; None: all.
-        stays: whether these arrays are no slices of a stack (`gathered`).
-    """
-
-    def block(x, arrays, shared, first, *states):
-        if axes is not None and apart is None:
-            arrays = gathered(arrays, axes, x, read_in_place(arrays), stays=stays)
-        layers = nnx.merge(graphdef, arrays)
-        if apart is not None:
-            return layers_on_parts(run, layers, apart, x, shared, first, None, *states)
-        return run(layers, x, shared, first, places, *states)
-
-    return block
-
-
-def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
-    """A block that gathers what `parted` took out of its arrays: whole stacks, of which nobody copies a layer's shards.
-
-    Args:
-        block: of whole arrays.
-        stack: its layers.
-        shards: of all of them.
-    """
-
-    def complete(x, arrays, shared, first, *states):
-        layer = (first - stack.start) // stack.period
-        return block(x, completed(arrays, shards, layer, x), shared, first, *states)
-
-    return complete
-
-
-def _run(layers: Any, x: Array, context: Context, first: Array, places: int | None) -> tuple[Array, Sums]:
-    """Layers one after another on whole rows; arguments as of `stack_blocks`."""
-    total: Sums = {}
-    for position, layer in enumerate(layers):
-        key = None if context.key is None else jax.random.fold_in(context.key, first + position)
-        if context.quantizing is not None:
-            for projection in quantized_projections(layer):
-                projection.quantizing = nnx.data(Constant(context.quantizing))
-        x, sums = layer(x, context, key, places)
-        total = added(total, sums)
-    return x, total
 
 
 @jax.named_scope("head")

@@ -1,20 +1,24 @@
 """One layer of the decoder."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.layers import MOE
-from fastjax.models.chunks import by_chunks
+from fastjax.lora.params import Constant
 from fastjax.models.context import Context
-from fastjax.models.layer_loop import Sums
 from fastjax.models.layer_parts import LayerParts
 from fastjax.models.mixers import MIXERS, Mixer, Mixing
+from fastjax.models.mixers.stepping import Stepping
 from fastjax.models.mlp import build_mlp
 from fastjax.models.moe import Mixture, build_mixture
-from fastjax.models.residual_stream import FeedForward, Stream
+from fastjax.models.projection import quantized_projections
+from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
+from fastjax.models.sums import Sums, added
 from fastjax.residuals import ATTENDED
 
 
@@ -30,14 +34,15 @@ class DecoderLayer(nnx.Module):
         around_mlp: likewise.
         parallel: whether the MLP has the mixer's input.
         multiplier: factor of both outputs.
-        split: of its tokens on several devices along `tensor` (`parallel.split_axis`).
+        tokens: of the stream that it has.
+        feed: (part, key, tokens) -> what the part makes of them: at once, or as an execution has it.
     """
 
     def __init__(self, parts: LayerParts):
         config, settings = parts.config, parts.layer.mixer
         self.around_mixer, self.around_mlp = config.attention_norms, config.mlp_norms
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
-        self.dropout, self.split = config.residual_dropout, 0
+        self.dropout, self.tokens, self.feed = config.residual_dropout, WHOLE, at_once
         for name in dict.fromkeys((*self.around_mixer, *self.around_mlp)):
             if name is not None:
                 setattr(self, name, parts.norm(name))
@@ -55,7 +60,6 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B S E"],
         context: Context,
         key: PRNGKeyArray | None,
-        places: int | None = None,
         mixer: Mixing | None = None,
     ) -> tuple[Float[Array, "B S E"], Sums]:
         """The layer's output; a router's sums.
@@ -64,7 +68,6 @@ class DecoderLayer(nnx.Module):
             x: the input.
             context: of all layers.
             key: the layer's dropout key; None switches dropout off.
-            places: along the sequence, that an MLP computes at a time (`chunks`); None: all.
             mixer: in the place of its own; None: that.
         """
         mixing = self.mixer if mixer is None else mixer
@@ -82,23 +85,54 @@ class DecoderLayer(nnx.Module):
             output, sums = self.mlp(read, key, context.mask)
             return stream.added(x, output, key), sums
         tokens = (x, read) if self.parallel else (x,)
-        return _feed_forward(FeedForward(stream, self.mlp), key, tokens, places), {}
+        return self.feed(FeedForward(stream, self.mlp), key, tokens), {}
 
     def _stream(self, name: str, norms: tuple[str | None, str | None]) -> Stream:
         before, after = (None if norm is None else getattr(self, norm) for norm in norms)
-        return Stream(name, before, after, self.multiplier, self.dropout, self.split)
+        return Stream(name, before, after, self.multiplier, self.dropout, self.tokens)
 
 
-def _feed_forward(
-    part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...], places: int | None
-) -> Float[Array, "B S E"]:
-    """The MLP's part of a layer, of so many places at a time."""
-    if places is None:
-        return part(key, *tokens)
-    graphdef, state = nnx.split(part)
+def at_once(part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...]) -> Float[Array, "B S E"]:
+    """The feed-forward part of all tokens."""
+    return part(key, *tokens)
 
-    def run(state: Any, key: PRNGKeyArray | None, *tokens: Array) -> Array:
-        return nnx.merge(graphdef, state)(key, *tokens)
 
-    decode = part.mlp.decoded_dtype(tokens[0].dtype)
-    return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, places=places, decode=decode)
+def apply_layers(layers: Any, x: Array, context: Context, first: Array) -> tuple[Float[Array, "B S E"], Sums]:
+    """Layers one after another on whole rows.
+
+    Args:
+        layers: modules.
+        x: the first one's input.
+        context: of all layers.
+        first: its number.
+    """
+    total: Sums = {}
+    for position, layer in enumerate(layers):
+        key = None if context.key is None else jax.random.fold_in(context.key, first + position)
+        if context.quantizing is not None:
+            for projection in quantized_projections(layer):
+                projection.quantizing = nnx.data(Constant(context.quantizing))
+        x, sums = layer(x, context, key)
+        total = added(total, sums)
+    return x, total
+
+
+def step_layers(layers: Any, x: Array, context: Context, first: Array, states: Sequence[Any]) -> tuple[Any, ...]:
+    """Layers one after another on new tokens.
+
+    Args:
+        layers: modules.
+        x: the first one's input.
+        context: of all layers, with `slots`.
+        first: its number, which no layer asks for here.
+        states: of each layer.
+
+    Returns:
+        The output, the states after it, and no sums.
+    """
+    after = []
+    for layer, state in zip(layers, states, strict=True):
+        mixer = Stepping(layer.mixer, state)
+        x, _ = layer(x, context, None, mixer)
+        after.append(mixer.state)
+    return x, after, {}

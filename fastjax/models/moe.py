@@ -14,10 +14,10 @@ from convert.model.moe import RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
 from fastjax.lora.params import Constant
-from fastjax.models.layer_loop import Sums
 from fastjax.models.layer_parts import LayerParts
 from fastjax.models.mlp import MLP, build_mlp
 from fastjax.models.projection import ExpertsProjection, Projection
+from fastjax.models.sums import Sums
 from fastjax.residuals import name_residual
 from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load, route
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
 from fastjax.lora.params import BaseParam
-from fastjax.parallel import local, rows_split
+from fastjax.parallel import ROWS, local
 from pallas_kernels.rms_norm import rms_norm, rms_norm_in_stream
 
 
@@ -51,6 +51,5 @@ class Norm(nnx.Module):
         """The residual stream, to be read in its place, so that one pass makes its gradient; its normalised rows."""
         if not self.plain:
             return x, self(x)
-        rows = rows_split(x.shape[0])
         op = functools.partial(rms_norm_in_stream, eps=self.eps, offset=self.offset)
-        return local(op, in_specs=(rows, P()), out_specs=(rows, rows))(x, self.weight[...])
+        return local(op, in_specs=(ROWS, P()), out_specs=(ROWS, ROWS))(x, self.weight[...])

@@ -1,6 +1,6 @@
 """Projections and embeddings: the weights that adapters attach to."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraExperts,
 from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
-from fastjax.models.host_table import take_rows
 from fastjax.quantization import WeightLike, rows_of
 from fastjax.quantization.float8 import in_float8
 
@@ -191,10 +190,18 @@ class Embedding(nnx.Module):
         self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
         self.adapter, self.tokens, self.float32 = adapter, tokens, float32
 
-    def __call__(self, tokens: Int[Array, "B S"], dtype: jnp.dtype) -> Float[Array, "B S E"]:
-        """The tokens' embeddings in `dtype`."""
+    def __call__(
+        self, tokens: Int[Array, "B S"], dtype: jnp.dtype, look_up: Callable[[Array, Array], Array]
+    ) -> Float[Array, "B S E"]:
+        """The tokens' embeddings in `dtype`.
+
+        Args:
+            tokens: token ids.
+            dtype: of the result.
+            look_up: (table, ids) -> its rows.
+        """
         table = self.weight.get_value()
-        out = take_rows(table, tokens).astype(jnp.float32 if self.float32 else dtype)
+        out = look_up(table, tokens).astype(jnp.float32 if self.float32 else dtype)
         if self.adapter is not None:
             out = self.adapter(tokens, out, table)
         if self.tokens is not None:

@@ -42,9 +42,6 @@ def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, t
     for name, value, table in (("weights", aware.weights, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
         if (value is not None or table is WEIGHTS) and value not in tuple(table):
             raise ConfigError(f"qat.{name}: expected one of {', '.join(table)}, got {shown(value)}")
-    if isinstance(decoder.mlp_chunk, int):
-        raise ConfigError(f"mlp_chunk: expected auto or null with qat, got {decoder.mlp_chunk}")
-    decoder.mlp_chunk = None
     left_out = module_paths(aware.modules_to_not_quantize, decoder.config, "qat.modules_to_not_quantize")
     activations = None if aware.activations is None else ACTIVATIONS[aware.activations]
     scheme = WEIGHTS[aware.weights]

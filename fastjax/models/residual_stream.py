@@ -11,9 +11,30 @@ from fastjax.lora.rank_products import drops
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.parallel import all_tokens, own_sums, tensor_devices
 from fastjax.quantization.weights import as_weight
 from fastjax.residuals import name_residual
+
+
+class Tokens:
+    """The tokens of the stream that a layer has: all of them. An execution that shares layers has others.
+
+    Attributes:
+        shared: whether several devices share the layer: each has some tokens between the parts, and of each part's
+            output a share of the sum.
+    """
+
+    shared = False
+
+    def all_of(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The tokens of all devices, from each one's own."""
+        return x
+
+    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The sums over the devices, of each one's own tokens."""
+        return x
+
+
+WHOLE = Tokens()
 
 
 class Stream(nnx.Module):
@@ -25,19 +46,19 @@ class Stream(nnx.Module):
         after: of its output, or None.
         multiplier: factor of the output.
         dropout: probability of a zero in the output in training.
-        split: on several devices along `tensor`, the axis over which tokens lie on them (`parallel.split_axis`).
+        tokens: those of the stream that there are here.
     """
 
     def __init__(
-        self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float, split: int
+        self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float, tokens: Tokens
     ):
         self.name, self.before, self.after = name, before, after
-        self.multiplier, self.dropout, self.split = multiplier, dropout, split
+        self.multiplier, self.dropout, self.tokens = multiplier, dropout, tokens
 
     @property
     def as_is(self) -> bool:
-        """Whether the output is added as it is; that of devices along `tensor` is a sum first."""
-        return tensor_devices() == 1 and self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
+        """Whether the output is added as it is; one in shares is a sum first."""
+        return not self.tokens.shared and self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
     def normed(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
         """The residual stream, to be read in its place; the part's input."""
@@ -48,7 +69,7 @@ class Stream(nnx.Module):
     ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Made | None]:
         """The residual stream, to be read in its place; the normalised rows; what else a projection reads of them.
 
-        On several devices along `tensor` the rows are those of all, and nothing else is made.
+        Where layers are shared the rows are of all tokens, and nothing else is made.
 
         Args:
             x: the residual stream.
@@ -56,9 +77,9 @@ class Stream(nnx.Module):
             key: the layer's dropout key.
         """
         norm = self.before
-        if tensor_devices() > 1:
+        if self.tokens.shared:
             x, normed = self.normed(x)
-            return x, all_tokens(normed, self.split), None
+            return x, self.tokens.all_of(normed), None
         if norm is None or projection is None or not projection.adapters:
             return *self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
@@ -78,8 +99,8 @@ class Stream(nnx.Module):
             output: of the part.
             key: the layer's dropout key.
         """
-        if tensor_devices() > 1:
-            output = name_residual(own_sums(output, self.split), "projection")
+        if self.tokens.shared:
+            output = name_residual(self.tokens.own_sums(output), "projection")
         output = drop(output, key, self.name, self.dropout)
         output = output if self.after is None else self.after(output)
         if self.multiplier != 1.0:

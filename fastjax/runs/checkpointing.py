@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
-from fastjax.models.policies import holds_more
+from fastjax.execution.policies import holds_more
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays

@@ -5,10 +5,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from fastjax.errors import ConfigError
+from fastjax.execution.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
+from fastjax.execution.policies import POLICIES, candidates, held_place, holds_more, policy_of
+from fastjax.execution.remat import compiler_options
 from fastjax.language_model import LanguageModel
-from fastjax.models.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
-from fastjax.models.policies import POLICIES, candidates, held_place, holds_more, policy_of
-from fastjax.models.remat import compiler_options
 from fastjax.parallel import MeshShape
 from fastjax.training.config import TrainConfig
 

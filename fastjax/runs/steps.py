@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from fastjax.data.batches import Batch
+from fastjax.execution.policies import offloads
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
-from fastjax.models.policies import offloads, policy_of
 from fastjax.quantization import read_in_place
 from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
@@ -125,9 +125,9 @@ def why_not_once(model: LanguageModel, mesh: Mesh, config: TrainConfig | None = 
 
 
 def _why_not_in_place(model: LanguageModel, mesh: Mesh) -> str | None:
-    policies = {policy_of(model.remat, stack.start) for stack in model.plan}
+    policies = {model.execution.policy(stack.start) for stack in model.plan}
     if "none" in policies or any(map(offloads, policies)):
-        return f"with {model.remat} what is read is kept, or does not stay in memory until all have read it"
+        return f"with {model.execution.remat} what is read is kept, or does not stay in memory until all have read it"
     if not any(read_in_place(model.frozen["layers"])):
         return "no weights are in NF4 with whole blocks in each row"
     return why_not_peers(_target(mesh))

@@ -271,7 +271,7 @@ class Trainer:
             facts = data.total_steps, own.loss or run_loss(config), options, 1, data.documents_per_row, rule
             before = None if earlier is None else earlier.checkpointing
             step = compile_loaded(RunShapes(config, model, *facts), before, tell)
-            step = step or RunStep(model.remat, None, MeshShape())
+            step = step or RunStep(model.execution.remat, None, MeshShape())
             model = model.with_checkpointing(step.policy).replace(
                 remat_auto=model.remat_auto
             )  # a later run chooses anew
@@ -357,11 +357,11 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         base_compute=model.precision.base_compute,  # pyright: ignore[reportArgumentType]
         load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
         full_finetuning=model.full_finetuning,
-        use_gradient_checkpointing="auto" if model.remat_auto else model.remat,
+        use_gradient_checkpointing="auto" if model.remat_auto else model.execution.remat,
         offload_embedding=model.has_host_embedding,
         offload_layers=model.has_host_layers,
-        mlp_chunk=model.mlp_chunk,
-        layer_loop=model.layer_loop,  # pyright: ignore[reportArgumentType]
+        mlp_chunk=model.execution.mlp_chunk,
+        layer_loop=model.execution.layer_loop,  # pyright: ignore[reportArgumentType]
     )
     lora = LoraSection()
     if model.lora is not None:

@@ -22,11 +22,11 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.execution import remat
+from fastjax.execution.tensor_parts import held_apart
 from fastjax.host_memory import in_host_memory
 from fastjax.lora.params import Constant
-from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import BATCH, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange, check_rows
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback

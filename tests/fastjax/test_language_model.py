@@ -49,7 +49,7 @@ def test_a_fully_trained_model_is_saved_under_the_checkpoints_names(tmp_path, ti
 def test_an_adapter_does_not_touch_the_model_that_it_was_made_from(base):
     before = jax.device_get(jax.tree.leaves(base.frozen))
     adapted = FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing="none")
-    assert base.lora is None and base.remat == "full" and adapted.remat == "none"
+    assert base.lora is None and base.execution.remat == "full" and adapted.execution.remat == "none"
     assert not jax.tree.leaves(base.trainable) and jax.tree.leaves(adapted.trainable)
     after = jax.device_get(jax.tree.leaves(base.frozen))
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
@@ -58,7 +58,7 @@ def test_an_adapter_does_not_touch_the_model_that_it_was_made_from(base):
 def test_gradient_checkpointing_has_an_effect(base):
     """The remat setting given with the adapter reaches the decoder."""
     made = [
-        FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=value).module().remat
+        FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=value).module().executor.remat
         for value in (None, True, False, "none")
     ]
     assert made == ["full", "full", "projections", "none"]

@@ -19,12 +19,12 @@ from convert.families import family_for
 from convert.model.spec import VECTORS
 from convert.model.tensors import tensors_of
 from fastjax.data.batches import Batch
+from fastjax.execution.stacks import layer_of
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.adapters import attach_adapter
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.decoder import lm_logits
-from fastjax.models.layout import layer_of
 from tests.support.folders import write_checkpoint
 
 #: Wavelengths of D = 16 and this base lie on all three sides of the two bounds (8 and 32 positions).

@@ -29,8 +29,9 @@ from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.small import reference_step
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
+from fastjax.execution.stacks import layer_of
 from fastjax.language_model.model import LanguageModel
-from fastjax.models.layout import LayerStack, layer_of
+from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import LORA_B, leaf_at
 from fastjax.planning.work import plain_path
 from fastjax.runs.steps import sums_once

@@ -10,9 +10,9 @@ import dataclasses
 from convert.model.config import ModelConfig
 from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
-from fastjax.models.chunks import chunk_places
-from fastjax.models.layout import plan_layers
-from fastjax.models.policies import check_policy, policy_of
+from fastjax.execution.chunks import chunk_places
+from fastjax.execution.policies import check_policy, policy_of
+from fastjax.execution.stacks import plan_layers
 from fastjax.parallel import MeshShape
 
 #: Repetitions of the layers' period: a first, one between, and a last.

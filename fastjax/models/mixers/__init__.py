@@ -65,9 +65,11 @@ class Mixer(Mixing, Protocol):
 
     Attributes:
         float32: whether all of it is computed in float32, whatever the input's dtype.
+        across: the mesh axis along which a row's tokens lie on several devices; None: whole rows. An execution sets it.
     """
 
     float32: bool
+    across: str | None
 
     @property
     def inner(self) -> tuple[Projection, ...]:

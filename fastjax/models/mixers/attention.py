@@ -20,7 +20,7 @@ from fastjax.models.context import Context
 from fastjax.models.layer_parts import LayerParts
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, CONTEXT, ROWS, batch_part, context_devices, local
+from fastjax.parallel import BATCH, ROWS, batch_part, local
 from fastjax.residuals import HEADS, name_residual
 from pallas_kernels.attention import SegmentRanges, attention, ring_attention
 from pallas_kernels.rope import rope
@@ -76,6 +76,7 @@ class Attention(nnx.Module):
         k_norm: likewise of the keys.
         sinks: logits of no key; None: none.
         float32: whether all of it is computed in float32, whatever the input's dtype.
+        across: as of `Mixer`.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Attention(nnx.Module):
         self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
         self.qkv, self.o, self.sinks = qkv, o, sinks
+        self.across: str | None = None
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
     @property
@@ -248,8 +250,8 @@ class Attention(nnx.Module):
 
         def own(q, k, v, ranges, key, sinks):
             options = self._options()
-            if context_devices() > 1:
-                return ring_attention(q, k, v, axis=CONTEXT, segment_ranges=ranges, sinks=sinks, **options)
+            if self.across is not None:
+                return ring_attention(q, k, v, axis=self.across, segment_ranges=ranges, sinks=sinks, **options)
             if key is not None:
                 row = batch_part() * q.shape[0]
                 options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}

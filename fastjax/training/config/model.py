@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.execution.policies import POLICIES
 from fastjax.limits import MAX_RANK, MAX_ROW_TOKENS
 from fastjax.lora.settings import LoraSettings
-from fastjax.models.policies import POLICIES
 from fastjax.training.config.checks import check_section, expect
 
 

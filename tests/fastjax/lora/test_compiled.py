@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from fastjax.bench.lora import LoraCase, build, forward_and_backward
-from fastjax.models.remat import checkpointed
+from fastjax.execution.remat import checkpointed
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.float8 import in_float8
 from tests.support.aot import AOT, needs_cuda_plugin

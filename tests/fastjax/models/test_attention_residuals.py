@@ -8,11 +8,11 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from convert.families.mapping import read_config
 from convert.model.layers import Attention as Settings
+from fastjax.execution.remat import checkpointed
 from fastjax.models.context import Context
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.models.remat import checkpointed
 from fastjax.models.rotary import rope_tables
 from tests.support import families
 

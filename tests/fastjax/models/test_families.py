@@ -13,12 +13,13 @@ from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
 from convert.families.mapping import config_to_hf, read_config
 from convert.model.layers import Attention, Layer
+from fastjax.execution import load
+from fastjax.execution.stacks import plan_layers
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
 from fastjax.lora.export import export_adapters
-from fastjax.models import load
-from fastjax.models.layout import LayerStack, plan_layers
+from fastjax.models.layout import LayerStack
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny

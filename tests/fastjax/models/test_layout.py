@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastjax.models.layout import LayerStack, arrange, layer_of, plan_layers, rearrange
+from fastjax.execution.stacks import arrange, layer_of, plan_layers, rearrange
+from fastjax.models.layout import LayerStack
 
 signatures = st.lists(st.sampled_from("abc"), min_size=1, max_size=26)
 

@@ -8,8 +8,8 @@ import pytest
 from convert.errors import ConvertError
 from convert.formats import mxfp4
 from convert.quantize import quantize
+from fastjax.execution.stacks import layer_of
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.layout import layer_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, NVFP4Weight, Weight, as_weight
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny

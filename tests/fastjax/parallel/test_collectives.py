@@ -15,9 +15,9 @@ import pytest
 from jax.experimental import topologies
 
 from fastjax.data.batches import Batch
+from fastjax.execution.tensor_parts import held_apart
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import shapes_of
-from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import batch_sharding, make_mesh
 from fastjax.planning.collectives import READ
 from fastjax.planning.collectives import collectives as planned

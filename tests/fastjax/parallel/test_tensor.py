@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
-from fastjax.models import tensor_parts
-from fastjax.models.tensor_parts import held_apart, tensor_axes
+from fastjax.execution import tensor_parts
+from fastjax.execution.tensor_parts import held_apart, tensor_axes
 from fastjax.parallel import make_mesh
 from fastjax.quantization import as_weight, dequantize
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer

@@ -9,7 +9,7 @@ import pytest
 
 from fastjax.data import grouping
 from fastjax.errors import ConfigError, TrainingError
-from fastjax.models.policies import candidates
+from fastjax.execution.policies import candidates
 from fastjax.parallel import MeshShape
 from fastjax.planning.choice import Choice, Refused
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
@@ -77,7 +77,7 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     recorded(jax.stages.Lowered, "compile")
     told = checkpointing.before_compiling
     monkeypatch.setattr(checkpointing, "before_compiling", lambda call: order.append(call.__name__) or told(call))
-    assert run(settings, tmp_path / "run", 2).model.remat == fastest
+    assert run(settings, tmp_path / "run", 2).model.execution.remat == fastest
     # What lowers has Python to itself, and XLA, which times kernels as it compiles, has the device.
     assert order[:4] == ["lower", "start", "wait", "compile"]
     assert not any(collects[:3]) and gc.isenabled()
@@ -87,11 +87,11 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     assert 0 <= started["overlap_seconds"] < started["load_seconds"]
     assert "gradient checkpointing" in (tmp_path / "run" / "report.html").read_text()
     memory(2**20)  # of which no policy fits: a new run would take the last
-    assert run(settings, tmp_path / "run", 4, resume=True).model.remat == fastest
+    assert run(settings, tmp_path / "run", 4, resume=True).model.execution.remat == fastest
     assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
     memory(2**18)
     order.clear()
-    assert run(settings, tmp_path / "small", 1).model.remat == least
+    assert run(settings, tmp_path / "small", 1).model.execution.remat == least
     assert set(chosen(tmp_path / "small")[0]["refused"]) == set(ORDER) - {least}
     (started,) = [row for row in rows(tmp_path / "small") if row.get("event") == "started"]
     assert "start" not in order and started["overlap_seconds"] == 0  # XLA may need what the weights would take

@@ -42,7 +42,7 @@ def test_it_is_the_same(folder, policy):
         loading.start(ONE)
         model = loading.take(policy, ONE)
     expected = load_model(with_policy(run, policy), opened)
-    assert model.graphdef == expected.graphdef and model.remat == policy and leaves(model) == leaves(expected)
+    assert model.graphdef == expected.graphdef and model.execution.remat == policy and leaves(model) == leaves(expected)
     assert 0 <= loading.overlap_seconds < loading.load_seconds
 
 

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from fastjax.models.policies import candidates, holds_more
+from fastjax.execution.policies import candidates, holds_more
 from fastjax.parallel import MeshShape
 from fastjax.runs.model import run_shapes
 from fastjax.runs.opening import open_shapes

@@ -121,7 +121,9 @@ def test_a_device_with_room_keeps_projections(model, tmp_path, monkeypatch):
     own = settings(tmp_path, max_steps=2, eval_steps=None)
     trainer = Trainer(model, train_dataset=rows(), settings=own, console=quiet())
     trainer.train()
-    assert model.remat == "full" and trainer.model.remat == "projections" and trainer.model.remat_auto
+    assert (
+        model.execution.remat == "full" and trainer.model.execution.remat == "projections" and trainer.model.remat_auto
+    )
 
 
 @pytest.mark.exhaustive(by="test_a_device_with_room_keeps_projections")
@@ -140,17 +142,19 @@ def test_what_is_recomputed_is_chosen_by_the_devices_memory(model, tmp_path, mon
         found = [row for row in map(json.loads, lines) if row.get("event") == "checkpointing"]
         return trainer.model, found, told(metrics(tmp_path / name))
 
-    assert model.remat_auto and model.remat == "full"
+    assert model.remat_auto and model.execution.remat == "full"
     trained, (first,), losses = chosen("roomy", model, 2**40)
-    assert trained.remat == first["policy"] == "projections" and trained.remat_auto
+    assert trained.execution.remat == first["policy"] == "projections" and trained.remat_auto
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.frozen))
     assert first["limit_bytes"] == 2**40 - 2**20 + held
     trained, (second,), others = chosen("tight", model, first["device_bytes"] - held + 2**20 - 1)
-    assert trained.remat == second["policy"] != "projections" and "projections" in second["refused"]
+    assert trained.execution.remat == second["policy"] != "projections" and "projections" in second["refused"]
     np.testing.assert_allclose([row["loss"] for row in others], [row["loss"] for row in losses], rtol=1e-6)
     fixed = model.with_checkpointing("attention")
     trained, (third,), _ = chosen("fixed", fixed, 2**40)
-    assert trained.remat == third["policy"] == "attention" and not trained.remat_auto and third["refused"] == {}
+    assert (
+        trained.execution.remat == third["policy"] == "attention" and not trained.remat_auto and third["refused"] == {}
+    )
 
 
 def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_path):

@@ -132,7 +132,7 @@ def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, t
         return y
 
     monkeypatch.setattr(residual_stream, "drop", recorded)
-    monkeypatch.setattr("fastjax.models.layer_loop.checkpointed", lambda block, *_, **__: block)
+    monkeypatch.setattr("fastjax.execution.loop.checkpointed", lambda block, *_, **__: block)
     with jax.disable_jit():  # layers are traced once and jitted; here their masks are looked at
         assert sums(model).loss_sum == sums(whole).loss_sum
         assert {share for _, _, share in dropped} == {0.0}

@@ -10,7 +10,6 @@ from fastjax.bench.step import check
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.small import small_step
 from fastjax.errors import TrainingError
-from fastjax.models import layer_loop
 from fastjax.parallel import MeshShape
 
 CASE = StepCase("tiny", 2, 16, "full", "scan", rank=4, dtype="bfloat16", mlp_chunk=8)
@@ -83,8 +82,9 @@ def test_what_cases_differ_in_is_computed(reference, changes, monkeypatch):
     monkeypatch.setattr(check, "_step", spy)
     assert check.fault_of(small, own) is None
     ((model,), (batch,)) = models, batches
-    assert (model.remat, model.layer_loop) == (small.checkpointing, small.layer_loop)
-    assert model.mlp_chunk == (small.mlp_chunk or "auto") and (small.mlp_chunk is None) == ("lengths" in changes)
+    assert (model.execution.remat, model.execution.layer_loop) == (small.checkpointing, small.layer_loop)
+    assert model.execution.mlp_chunk == (small.mlp_chunk or "auto")
+    assert (small.mlp_chunk is None) == ("lengths" in changes)
     assert model.has_host_layers == model.has_host_embedding == small.offload_layers
     assert (batch.segment_ids is None) == (small.lengths is None)
 
@@ -92,13 +92,13 @@ def test_what_cases_differ_in_is_computed(reference, changes, monkeypatch):
 @pytest.mark.exhaustive(by="test_a_wrong_gradient_of_one_layer_is_found, test_what_cases_differ_in_is_computed")
 def test_a_wrong_loop_is_found_where_it_is_used(reference, monkeypatch):
     """The loss is right and each gradient doubled, in the loop that offloads alone."""
-    run = layer_loop.run_streamed
+    run = loop.run_streamed
 
     def doubled(*given, **how):
         x, sums = run(*given, **how)
         return 2 * x - jax.lax.stop_gradient(x), sums
 
-    monkeypatch.setattr(layer_loop, "run_streamed", doubled)
+    monkeypatch.setattr(loop, "run_streamed", doubled)
     fault = check.fault_of(small_step(dataclasses.replace(CASE, checkpointing="offload")), reference)
     assert fault is not None and "lora_A by 1.0e+00" in fault and "loss" not in fault
     assert check.fault_of(small_step(CASE), reference) is None

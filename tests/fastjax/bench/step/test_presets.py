@@ -13,7 +13,7 @@ from fastjax.bench.step.presets import preset_config
 from fastjax.commands.bench import _parser
 from fastjax.commands.bench_step import _cases
 from fastjax.errors import ConfigError
-from fastjax.models.load import random_weights
+from fastjax.execution.load import random_weights
 from fastjax.models.precision import make_precision
 from fastjax.parallel import MeshShape
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastjax.models.layer_loop import added, run_layers, run_steps
-from fastjax.models.layout import LayerStack, arrange
+from fastjax.execution.loop import added, run_layers, run_steps
+from fastjax.execution.stacks import arrange
+from fastjax.models.layout import LayerStack
 
 PLAN = (LayerStack(0, 1, 1), LayerStack(1, 2, 3), LayerStack(7, 1, 1))
 SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
@@ -34,7 +35,7 @@ def blocks_of(scales):
 
 
 def looped(scales, x, remat="none"):
-    return run_layers(PLAN, blocks_of(scales), x, jnp.float32(0.125), remat=remat)
+    return run_layers(PLAN, blocks_of(scales), x, jnp.float32(0.125), policy_of=lambda _: remat)
 
 
 def plain(scales, x):
@@ -86,7 +87,7 @@ def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
     def run(x):
         state = jnp.ones(stack.count) if stack.count > 1 else jnp.float32(1)
         blocks = [(lambda x, state, *_: (x * state, {}), state)]
-        return run_layers([stack], blocks, x, None, remat="none")
+        return run_layers([stack], blocks, x, None, policy_of=lambda _: "none")
 
     program = jax.make_jaxpr(run)(jnp.ones((1, 2, 3))).jaxpr
     assert len(program.outvars) == 1 and all(len(equation.outvars) == 1 for equation in program.eqns)
@@ -104,7 +105,7 @@ def test_equal_layers_called_one_by_one_are_traced_once(remat):
 
     def ours(scales):
         states = [(block, scales[n]) for n in range(4)]
-        return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, remat=remat)[0])
+        return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, policy_of=lambda _: remat)[0])
 
     def theirs(scales):
         y = jnp.ones((1, 1, 2))
@@ -128,5 +129,7 @@ def test_another_pass_is_traced_again():
         return x * state, {}
 
     for _ in range(2):
-        run_layers([LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, remat="none")
+        run_layers(
+            [LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, policy_of=lambda _: "none"
+        )
     assert len(traced) == 2

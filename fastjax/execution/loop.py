@@ -5,22 +5,20 @@ offloads the layers' weights, or updates each layer) can take this one's place.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fastjax.execution.policies import offloads
+from fastjax.execution.remat import checkpointed
+from fastjax.execution.streamed import has_streamed, on_device, run_streamed
 from fastjax.models.layout import LayerStack
-from fastjax.models.policies import offloads, policy_of
-from fastjax.models.remat import checkpointed
-from fastjax.models.streamed import has_streamed, on_device, run_streamed
+from fastjax.models.sums import Sums, added
 from fastjax.parallel import several_devices
 from fastjax.parallel.gather import splits_weights
-
-#: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
-Sums = dict[str, Float[Array, "..."]]
 
 
 class Block(Protocol):
@@ -47,7 +45,7 @@ def run_layers(
     x: Float[Array, "B S E"],
     shared: Any,
     *,
-    remat: str,
+    policy_of: Callable[[int], str],
 ) -> tuple[Float[Array, "B S E"], Sums]:
     """Run the stacks one after another: `lax.scan` where a stack repeats, else a plain call.
 
@@ -56,7 +54,7 @@ def run_layers(
         blocks: the block of each and its arrays, which lead with the count where the stack repeats.
         x: the first layer's input.
         shared: arrays that all layers read.
-        remat: as `policy_of` takes it; a stack's layers are of one policy.
+        policy_of: number of a layer -> its policy; a stack's layers are of one.
 
     Returns:
         The last layer's output, and sums over the layers.
@@ -74,7 +72,7 @@ def run_layers(
 
     total: Sums = {}
     for stack, (block, arrays) in zip(plan, blocks, strict=True):
-        policy = policy_of(remat, stack.start)
+        policy = policy_of(stack.start)
         if stack.count == 1:
             x, sums = single(block, policy)(x, arrays, shared, jnp.int32(stack.start))
         elif has_streamed(arrays) or (offloads(policy) and not several_devices()):
@@ -142,13 +140,3 @@ def run_steps(
 def _firsts(stack: LayerStack) -> Int[Array, "N"]:
     """Number of the first layer of each repetition."""
     return stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
-
-
-def added(left: Sums, right: Sums) -> Sums:
-    """The sums of both; a name may be missing on either side.
-
-    Args:
-        left: of some layers.
-        right: of other layers.
-    """
-    return left | {name: left[name] + value if name in left else value for name, value in right.items()}

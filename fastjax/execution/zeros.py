@@ -19,9 +19,10 @@ from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights
+from fastjax.execution.execution import Execution
+from fastjax.execution.load import Held, hold, plan_held, quantize_matrix
+from fastjax.execution.places import fill_tree
 from fastjax.models.layout import LayerStack
-from fastjax.models.load import Held, hold, plan_held, quantize_matrix
-from fastjax.models.places import fill_tree
 from fastjax.models.precision import Precision
 from fastjax.quantization import Int4Weight, NVFP4Weight, WeightLike
 from fastjax.quantization.fp8 import FP8Weight
@@ -37,8 +38,7 @@ def zero_weights(
     precision: Precision,
     trained: bool,
     load_in_4bit: bool,
-    layer_loop: str,
-    remat: str,
+    execution: Execution,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """What `load_weights` returns, with zeros for values.
 
@@ -49,8 +49,7 @@ def zero_weights(
         precision: as for `load_weights`, like the arguments not listed here.
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices.
-        layer_loop: "scan" or "unroll".
-        remat: policy of rematerialisation; layers of one stack have one.
+        execution: as for `load_weights`.
     """
 
     def stored(spec: WeightSpec) -> tuple[Format, str]:
@@ -65,7 +64,7 @@ def zero_weights(
         spec.path: hold(spec, *formats[spec.path], quantize=load_in_4bit and not quantized, **options)
         for spec in config.specs
     }
-    plan = plan_held(config, held, precision, layer_loop, remat)
+    plan = plan_held(config, held, precision, execution)
     block = _block(hf_config)
 
     @functools.cache  # layers are alike

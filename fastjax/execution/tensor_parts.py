@@ -10,6 +10,7 @@ is split as its weight is, and the other is whole. Each device reads a copy of i
 (`copied`): so their gradients are summed once, behind the loop over the layers, and not beside each layer's products.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -28,12 +29,33 @@ from fastjax.models.context import Context
 from fastjax.models.layout import MIN_ADAPTER
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, CONTEXT, TENSOR, local, rows_split, split_axis, tensor_devices
+from fastjax.models.residual_stream import Tokens
+from fastjax.parallel import BATCH, CONTEXT, TENSOR, all_tokens, local, own_sums, rows_split, split_axis, tensor_devices
 from fastjax.parallel.islands import on_axes
 from fastjax.parallel.mesh import MESH_AXES, as_input
 from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
 
 _ADAPTER = ("lora_A", "lora_B")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorTokens(Tokens):
+    """The tokens of one of several devices that share layers.
+
+    Attributes:
+        split: the axis over which tokens lie on them (`parallel.split_axis`).
+    """
+
+    split: int
+    shared = True
+
+    def all_of(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """As of `Tokens`."""
+        return all_tokens(x, self.split)
+
+    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """As of `Tokens`."""
+        return own_sums(x, self.split)
 
 
 class TensorAxes(NamedTuple):
@@ -150,7 +172,7 @@ def layers_on_parts(
         mine = nnx.merge(graphdef, _own_copies(state))
         for layer in mine:
             _shrink(layer, devices)
-            layer.split = split
+            layer.tokens = TensorTokens(split)
         return run(mine, x, shared, *rest)
 
     rows = rows_split(x.shape[0])

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
-from fastjax.models.policies import POLICIES, offloads, policy_of
+from fastjax.execution.policies import POLICIES, offloads
 from fastjax.parallel.gather import everything_but_gathered
 from fastjax.residuals import LAYER_INPUT
 
@@ -77,9 +77,9 @@ def compiler_options(graphdef: nnx.GraphDef, *, gathers: bool = False) -> dict[s
         ConfigError: all layers are called one by one and offload, which needs jax 0.11.
     """
     facts: dict[str, Any] = {
-        name: getattr(leaf, "value", None) for name, leaf in graphdef.attributes if name in ("remat", "plan")
+        name: getattr(leaf, "value", None) for name, leaf in graphdef.attributes if name in ("executor", "plan")
     }
-    offloading = [stack for stack in facts["plan"] if offloads(policy_of(facts["remat"], stack.start))]
+    offloading = [stack for stack in facts["plan"] if offloads(facts["executor"].policy(stack.start))]
     single = [stack for stack in offloading if stack.count == 1]
     if not offloading:
         return dict(_GATHERS_EARLY) if gathers and any(stack.count > 1 for stack in facts["plan"]) else {}

@@ -3,7 +3,7 @@
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.models.policies import LONG_ROW, POLICIES, candidates, check_policy, policy_of
+from fastjax.execution.policies import LONG_ROW, POLICIES, candidates, check_policy, policy_of
 
 
 def test_the_first_layers_have_a_policy_of_their_own():

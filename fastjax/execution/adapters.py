@@ -9,8 +9,9 @@ from jaxtyping import Array, PRNGKeyArray
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.execution.stacks import arrange, layer_of
 from fastjax.lora.attach import Adapters, make_adapters
-from fastjax.models.layout import LayerStack, arrange, array_at, layer_of
+from fastjax.models.layout import LayerStack, array_at
 from fastjax.models.precision import Precision
 from fastjax.quantization import dequantize
 

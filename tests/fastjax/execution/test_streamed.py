@@ -1,5 +1,6 @@
 """Layers whose matrices lie in the host's memory: the same numbers, and copies beside the products."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,10 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
+from fastjax.execution.streamed import run_streamed
 from fastjax.generation import generate
 from fastjax.host_memory import in_host_memory, to_host_memory
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.streamed import run_streamed
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.step import COMPILER_OPTIONS, init_state, make_train_step
@@ -30,9 +31,9 @@ def in_host(model):
 
 def by_chunks(model, chunk):
     """The model whose MLPs compute so many tokens at a time."""
-    decoder = model.module()
-    decoder.mlp_chunk = chunk
-    return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0])
+    decoder, execution = model.module(), dataclasses.replace(model.execution, mlp_chunk=chunk)
+    decoder.executor = execution
+    return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0], execution=execution)
 
 
 def loop_bodies(text):

@@ -8,9 +8,9 @@ from jax.extend.core import jaxprs_in_params
 
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
+from fastjax.execution.chunks import by_chunks, check_chunk, chunk_places
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
-from fastjax.models.chunks import by_chunks, check_chunk, chunk_places
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection

@@ -23,9 +23,10 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
-from fastjax.models.layout import LayerStack, plan_layers
-from fastjax.models.places import fill_tree
-from fastjax.models.policies import policy_of
+from fastjax.execution.execution import Execution
+from fastjax.execution.places import fill_tree
+from fastjax.execution.stacks import plan_layers
+from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
@@ -41,8 +42,7 @@ def load_weights(
     precision: Precision,
     trained: bool,
     load_in_4bit: bool,
-    layer_loop: str,
-    remat: str = "full",
+    execution: Execution,
     allow_nonfinite: bool = False,
     offload_layers: bool = False,
     mesh: Mesh | None = None,
@@ -58,8 +58,7 @@ def load_weights(
             folder that is quantised already the matrices keep their format (some may be in 16 bits there); without
             `load_in_4bit` they are dequantised. In an FP8 folder they keep their 8 bits, unless they are quantised
             or trained.
-        layer_loop: "scan" or "unroll".
-        remat: policy of rematerialisation; layers of one stack have one.
+        execution: its loop, and the policy that the layers of one stack have in common.
         allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
         offload_layers: place the matrices of stacked layers in the host's memory (`models.streamed`).
         mesh: of the devices that get parts of the weights, by `parallel.MESH_AXES`; None: one has all.
@@ -111,7 +110,7 @@ def load_weights(
                 sent.popleft()[1].block_until_ready()
             yield path, weight
 
-    plan = plan_held(config, held, precision, layer_loop, remat)
+    plan = plan_held(config, held, precision, execution)
     tree = fill_tree(config, plan, arrays(), trained=trained, offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
@@ -161,7 +160,7 @@ def hold(
 
 
 def plan_held(
-    config: ModelConfig, held: Mapping[str, Held], precision: Precision, layer_loop: str, remat: str
+    config: ModelConfig, held: Mapping[str, Held], precision: Precision, execution: Execution
 ) -> tuple[LayerStack, ...]:
     """Arrange the layers whose weights are held in these ways.
 
@@ -169,16 +168,15 @@ def plan_held(
         config: the model's.
         held: by the weight's path.
         precision: the dtypes, and the modules that stay in float32.
-        layer_loop: "scan" or "unroll".
-        remat: as `policies.policy_of` takes it; layers of one stack have one policy.
+        execution: its loop, and the policy that the layers of one stack have in common.
     """
     count = config.num_hidden_layers
-    kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), policy_of(remat, i)} for i in range(count)]
+    kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), execution.policy(i)} for i in range(count)]
     for path, how in held.items():
         place = WeightPath.parse(path)
         if place.layer is not None:
             kinds[place.layer].add((place.inside, how))
-    return plan_layers([frozenset(kind) for kind in kinds], layer_loop)
+    return plan_layers([frozenset(kind) for kind in kinds], execution.layer_loop)
 
 
 def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
@@ -201,8 +199,7 @@ def random_weights(
     precision: Precision,
     trained: bool,
     load_in_4bit: bool,
-    layer_loop: str,
-    remat: str = "full",
+    execution: Execution,
     mxfp4: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
@@ -214,8 +211,7 @@ def random_weights(
         precision: the dtypes of weights that are not quantised.
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
-        layer_loop: "scan" or "unroll".
-        remat: policy of rematerialisation; layers of one stack have one.
+        execution: its loop, and the policy that the layers of one stack have in common.
         mxfp4: with `load_in_4bit`, the model is one whose files have experts in MXFP4: these are drawn as codes, the
             other matrices are not quantised (as `load_weights` holds such a folder).
         mesh: as for `load_weights`; the first device draws each layer whole.
@@ -251,7 +247,7 @@ def random_weights(
         for spec in (*between, *last):
             yield weight(spec, jax.random.fold_in(key, 1))
 
-    plan = plan_held(config, {}, precision, layer_loop, remat)
+    plan = plan_held(config, {}, precision, execution)
     return plan, fill_tree(config, plan, everything(), trained=trained, mesh=mesh)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec as P
@@ -20,7 +21,8 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from convert.errors import shown
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.policies import POLICIES
+from fastjax.execution.policies import POLICIES
+from fastjax.models.residual_stream import FeedForward
 from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
 from fastjax.quantization.float8 import decoded_in_float8
 from fastjax.quantization.weight import Weight, after
@@ -75,6 +77,26 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
         chunk = AUTO_CHUNK if again and rows * length >= AUTO_TOKENS else None
     places = length if chunk is None else max(1, chunk // rows)
     return places if places < length else None
+
+
+def feed_by_chunks(
+    places: int, part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...]
+) -> Float[Array, "B S E"]:
+    """The feed-forward part of so many places of a row at a time (`DecoderLayer.feed`).
+
+    Args:
+        places: as of `by_chunks`.
+        part: the MLP between its two ends in the residual stream.
+        key: the layer's dropout key; None switches dropout off.
+        tokens: its inputs.
+    """
+    graphdef, state = nnx.split(part)
+
+    def run(state: Any, key: PRNGKeyArray | None, *tokens: Array) -> Array:
+        return nnx.merge(graphdef, state)(key, *tokens)
+
+    decode = part.mlp.decoded_dtype(tokens[0].dtype)
+    return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, places=places, decode=decode)
 
 
 class _Call(NamedTuple):

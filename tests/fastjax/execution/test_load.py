@@ -17,9 +17,9 @@ from convert.families import family_for
 from convert.formats import nf4
 from convert.hub import fetch
 from fastjax.data.batches import Batch
+from fastjax.execution import load, places
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import load_opened
-from fastjax.models import load, places
 from fastjax.models.outline import read_outline
 from fastjax.parallel import make_mesh
 from fastjax.quantization import NF4Weight

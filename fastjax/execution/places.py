@@ -17,10 +17,10 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.execution.streamed import is_streamed
+from fastjax.execution.tensor_parts import held_apart
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
 from fastjax.models.layout import LayerStack, fuse_layer, logical_axes, signature
-from fastjax.models.streamed import is_streamed
-from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import TENSOR, place, shard_frozen
 from fastjax.quantization import WeightLike
 

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from fastjax.errors import ConfigError
+from fastjax.execution.policies import POLICIES
+from fastjax.execution.remat import compiler_options
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.policies import POLICIES
-from fastjax.models.remat import compiler_options
 from tests.support import tiny
 
 

@@ -1,0 +1,72 @@
+"""How a decoder's layers are executed: one record, made once, that turns into transforms of blocks of layers."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+from jaxtyping import Array, Float, Int
+
+from fastjax.errors import ConfigError
+from fastjax.execution.blocks import stack_blocks
+from fastjax.execution.chunks import Chunk
+from fastjax.execution.host_table import take_rows
+from fastjax.execution.loop import run_layers, run_steps
+from fastjax.execution.policies import policy_of
+from fastjax.models.context import Context
+from fastjax.models.decoder import Decoder
+from fastjax.models.layer import apply_layers, step_layers
+from fastjax.models.sums import Sums
+from fastjax.parallel import in_order, own_tokens
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a decoder is executed, an `Executor`; on the ambient mesh, and with its arrays where they lie.
+
+    Attributes:
+        remat: the policy of rematerialisation, as `policies.policy_of` takes it.
+        layer_loop: "scan" for a loop over equal layers, or "unroll".
+        mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
+    """
+
+    remat: str = "none"
+    layer_loop: str = "scan"
+    mlp_chunk: Chunk = None
+
+    def without_chunks(self, setting: str) -> "Execution":
+        """The same without chunks of MLPs, which a setting does not have.
+
+        Raises:
+            ConfigError: chunks of some length are asked for.
+        """
+        if isinstance(self.mlp_chunk, int):
+            raise ConfigError(f"mlp_chunk: expected auto or null with {setting}, got {self.mlp_chunk}")
+        return dataclasses.replace(self, mlp_chunk=None)
+
+    def policy(self, index: int) -> str:
+        """The policy of a layer."""
+        return policy_of(self.remat, index)
+
+    def own_tokens(self, arrays: T) -> T:
+        """As of `Executor`: along `context` a device's parts of the rows."""
+        return own_tokens(arrays)
+
+    def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """As of `Executor`."""
+        return in_order(hidden)
+
+    def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        """As of `Executor`: of tables in the host's memory, or split over devices, too."""
+        return take_rows(table, tokens)
+
+    def run(self, model: Decoder, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
+        """As of `Executor`."""
+        blocks = stack_blocks(model, x, apply_layers, self.policy, self.mlp_chunk)
+        return run_layers(model.plan, blocks, x, context, policy_of=self.policy)
+
+    def step(
+        self, model: Decoder, x: Float[Array, "B S E"], context: Context, states: list[Any]
+    ) -> tuple[Float[Array, "B S E"], list[Any]]:
+        """As of `Executor`: there is no backward pass."""
+        return run_steps(model.plan, stack_blocks(model, x, step_layers, self.policy, None), x, context, states)

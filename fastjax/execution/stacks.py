@@ -1,0 +1,68 @@
+"""Layers as stacks: which of them share a traced body, and their trees in this arrangement."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fastjax.execution.streamed import layer_at
+from fastjax.models.layout import LayerStack
+
+
+def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerStack, ...]:
+    """Split the layers into runs.
+
+    Args:
+        signatures: one a layer; equal for layers of equal structure (formats, shapes, adapters).
+        layer_loop: "unroll" (every layer by itself) or "scan" (prefix, period × n, remainder: the longest repetition
+            from each position on, of periods up to 8).
+    """
+    runs, position, total = [], 0, len(signatures)
+    while position < total:
+        best = LayerStack(position, 1, 1)
+        for period in range(1, 9) if layer_loop == "scan" else ():
+            unit, count = signatures[position : position + period], 1
+            while signatures[position + count * period : position + (count + 1) * period] == unit:
+                count += 1
+            if count > 1 and period * count > best.period * best.count:
+                best = LayerStack(position, period, count)
+        runs.append(best)
+        position += best.period * best.count
+    return tuple(runs)
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Layers of one structure, along a new leading axis of every leaf."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[LayerStack], index: int) -> Any:
+    """Layer `index` out of the runs' trees, unstacked."""
+    for run, trees in zip(plan, runs, strict=True):
+        offset = index - run.start
+        if 0 <= offset < run.period * run.count:
+            tree, repeat = trees[offset % run.period], offset // run.period
+            return tree if run.count == 1 else layer_at(tree, repeat)
+    raise IndexError(f"layer {index} is in no run of {list(plan)}")
+
+
+def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]]:
+    """Trees of single layers, arranged as the plan's runs."""
+    return [
+        [
+            layers[run.start + p]
+            if run.count == 1
+            else stack([layers[run.start + p + n * run.period] for n in range(run.count)])
+            for p in range(run.period)
+        ]
+        for run in plan
+    ]
+
+
+def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: Sequence[LayerStack]) -> list[list[Any]]:
+    """Runs of one plan as runs of another; the same arrays where the plans agree."""
+    if tuple(old) == tuple(new):
+        return [list(run) for run in runs]
+    total = sum(run.period * run.count for run in old)
+    return arrange([layer_of(runs, old, index) for index in range(total)], new)

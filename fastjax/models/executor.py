@@ -1,0 +1,110 @@
+"""What a decoder asks of the way in which it is executed, and the plain way: one layer after another."""
+
+import dataclasses
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from fastjax.models.context import Context
+from fastjax.models.layer import apply_layers, step_layers
+from fastjax.models.sums import Sums, added
+
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """How a decoder is executed; hashable, as it is static in a program.
+
+    `fastjax.execution` has the one of runs: rematerialisation, meshes, memories.
+    """
+
+    def own_tokens(self, arrays: T) -> T:
+        """Those of a batch's arrays [B, S, …] that the layers compute here."""
+        ...
+
+    def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """Hidden states of `own_tokens` in the order of the rows."""
+        ...
+
+    def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        """Rows of a table."""
+        ...
+
+    def run(self, model: Any, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
+        """All layers of a decoder on whole rows: their output, and sums over them.
+
+        Args:
+            model: the decoder.
+            x: embeddings.
+            context: of all layers.
+        """
+        ...
+
+    def step(
+        self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[Any]
+    ) -> tuple[Float[Array, "B S E"], list[Any]]:
+        """All layers of a decoder on new tokens: their output, and the states with them.
+
+        Args:
+            model: the decoder.
+            x: embeddings.
+            context: of all layers, with `slots`.
+            states: as `caching.empty_states` makes them.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """One layer after another, on one device."""
+
+    def own_tokens(self, arrays: T) -> T:
+        """As of `Executor`."""
+        return arrays
+
+    def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """As of `Executor`."""
+        return hidden
+
+    def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        """As of `Executor`."""
+        return jnp.take(table, tokens, axis=0)
+
+    def run(self, model: Any, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
+        """As of `Executor`."""
+        total: Sums = {}
+        for first, _, layers, _ in _periods(model, [None] * len(model.plan)):
+            x, sums = apply_layers(layers, x, context, first)
+            total = added(total, sums)
+        return x, total
+
+    def step(
+        self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[Any]
+    ) -> tuple[Float[Array, "B S E"], list[Any]]:
+        """As of `Executor`."""
+        after: list[list[Any]] = [[] for _ in model.plan]
+        for first, number, layers, before in _periods(model, states):
+            x, state, _ = step_layers(layers, x, context, first, before)
+            after[number].append(state)
+        stacked = (
+            made[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
+            for stack, made in zip(model.plan, after, strict=True)
+        )
+        return x, list(stacked)
+
+
+PLAIN = Plain()
+
+
+def _periods(model: Any, states: list[Any]) -> Any:
+    """(number of the first layer, number of the stack, layers, their states) of every period of every stack."""
+    for number, (stack, layers, own) in enumerate(zip(model.plan, model.layers, states, strict=True)):
+        graphdef, variables = nnx.split(layers)
+        whole = nnx.to_pure_dict(variables), own
+        for repeat in range(stack.count):
+            arrays, state = whole if stack.count == 1 else jax.tree.map(lambda leaf, at=repeat: leaf[at], whole)
+            first = jnp.int32(stack.start + stack.period * repeat)
+            yield first, number, nnx.merge(graphdef, arrays), state
