@@ -21,7 +21,7 @@ from convert.card import write_card
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import unexpected
-from convert.formats import FLOATS, FORMATS, WRITERS, Writer
+from convert.formats import FLOATS, FORMATS, WRITERS, Values, Writer
 from convert.generation_config import add_ends, end_tokens, missing_ends
 from convert.model.paths import HEAD, TABLES
 from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
@@ -279,7 +279,7 @@ class _Plan:
             self.written = self.written or (into, dtype)
         writer = into or FORMATS[dtype.name]
         others = [tensor_blocks(peer, self._values) for peer in peers]
-        return writer.job(self.weights.checkpoint.folder, name, blocks, shape, dtype, others)
+        return writer.job(Values(self.weights.checkpoint.folder, name, blocks, shape, dtype, others))
 
     def _target(self, own: np.dtype) -> np.dtype:
         return np.dtype(self.dtype) if self.dtype in FLOATS else own

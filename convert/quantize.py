@@ -13,7 +13,7 @@ from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import ConvertError, unexpected
 from convert.families import Family
-from convert.formats import FLOATS, FORMATS, WRITERS, Writer
+from convert.formats import FLOATS, FORMATS, WRITERS, Values, Writer
 from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.model.paths import SCORE
 from convert.model.spec import MODULES, QUANTIZED, UNCAST
@@ -132,7 +132,7 @@ def _jobs(weights: Weights, packed: set[str], writer: Writer, dtype: str | None)
             for peer in (together[place.name] if packs and writer.whole else ())
             if peer.name != place.name and peer.weights[0].path in packed
         ]
-        yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers)
+        yield written.job(Values(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers))
 
 
 def writer_for(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from convert.formats.eight_bits_format import EIGHT_BITS_WRITERS, INT8, INT8_PACKED
-from convert.formats.format import Format, StackedTensor, Stored, Writer
+from convert.formats.format import Format, StackedTensor, Stored, Values, Writer
 from convert.formats.fp4_format import FP4_WRITERS, MXFP4_ROWS, NVFP4, NVFP4_MODELOPT
 from convert.formats.fp8 import FP8
 from convert.formats.int4_format import INT4, INT4_BYTES, INT4_WRITERS
@@ -18,6 +18,7 @@ __all__ = [
     "Format",
     "StackedTensor",
     "Stored",
+    "Values",
     "Writer",
     "format_of",
     "format_of_tensor",

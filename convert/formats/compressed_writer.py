@@ -1,17 +1,16 @@
 """Matrices and settings of compressed-tensors' folders, written."""
 
 import abc
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from convert.blocks import Blocks, whole_groups
+from convert.blocks import whole_groups
 from convert.errors import unexpected
 from convert.finite import is_finite, nonfinite, not_in
 from convert.formats.compressed import METHOD
-from convert.formats.format import Writer
+from convert.formats.format import Values, Writer
 from convert.shard import Job, Part
 
 _TOKEN = {"symmetric": True, "dynamic": True, "strategy": "token"}
@@ -73,37 +72,33 @@ class CompressedWriter(Writer, abc.ABC):
     def settings(self) -> tuple[str, dict[str, Any]]:
         """``format`` of the folder and ``weights`` of its group."""
 
-    def job(
-        self,
-        source: str | os.PathLike[str],
-        name: str,
-        blocks: Blocks,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        peers: Sequence[Blocks] = (),
-    ) -> Job:
+    def job(self, values: Values) -> Job:
         """A matrix from its values; as `Writer.job`."""
+        source, name, blocks, shape, dtype, peers = values
         if shape[1] % self.columns_together:
             expected = f"rows of whole groups of {self.columns_together} for {self.name} (or 16 bits: skip the module)"
             raise unexpected(source, name, expected, shape[1])
         outputs = {name + suffix: described for suffix, described in self.described(shape, dtype).items()}
         refused = nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
 
+        def wide(block: Block) -> np.ndarray:
+            return values.rounded(block).astype(np.float32, copy=False)
+
         def run() -> Iterator[Part]:
             top = np.float32(0)
             for every in (blocks, *peers) if self.whole else ():
-                for values in every():
-                    top = np.maximum(top, np.abs(_rounded(values, dtype)).max(initial=np.float32(0)))
+                for block in every():
+                    top = np.maximum(top, np.abs(wide(block)).max(initial=np.float32(0)))
             if not np.isfinite(top):
                 raise refused
             for suffix, array in self.once(shape, dtype, top).items():
                 yield Part(name + suffix, 0, array.reshape(-1))
             done = dict.fromkeys(outputs, 0)
             for _, flat in whole_groups(blocks(), self.rows_together * shape[1]):
-                values = _rounded(flat, dtype).reshape(-1, shape[1])
-                if not is_finite(values):
+                rows = wide(flat).reshape(-1, shape[1])
+                if not is_finite(rows):
                     raise refused
-                for suffix, array in self.encoded(values, dtype, top).items():
+                for suffix, array in self.encoded(rows, dtype, top).items():
                     yield Part(name + suffix, done[name + suffix], array.reshape(-1))
                     done[name + suffix] += array.size
 
@@ -127,8 +122,3 @@ class CompressedWriter(Writer, abc.ABC):
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
-
-
-def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what overflows is found as infinity
-        return values.astype(dtype, copy=False).astype(np.float32, copy=False)

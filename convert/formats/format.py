@@ -61,6 +61,35 @@ def configured_dtype(stored: Stored) -> np.dtype:
     return np.dtype(named if named in ("float32", "bfloat16", "float16") else ml_dtypes.bfloat16)
 
 
+class Values(NamedTuple):
+    """A weight's values, to be written in a format.
+
+    Attributes:
+        source: The folder that they come from, for messages.
+        name: The weight's.
+        blocks: In float32.
+        shape: Of the weight.
+        dtype: What it decodes to: float32, bfloat16 or float16.
+        peers: The values of the matrices that servers hold as one with it, for formats with one scale a matrix.
+    """
+
+    source: str | os.PathLike[str]
+    name: str
+    blocks: Blocks
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    peers: Sequence[Blocks] = ()
+
+    def rounded(self, block: Block) -> np.ndarray:
+        """A block in the weight's dtype; what overflows is infinity.
+
+        Args:
+            block: Of `blocks`, or a part of one.
+        """
+        with np.errstate(over="ignore"):
+            return block.astype(self.dtype, copy=False)
+
+
 class Writer:
     """What writes weights in a format.
 
@@ -96,24 +125,11 @@ class Writer:
         other.activations = activations
         return other
 
-    def job(
-        self,
-        source: str | os.PathLike[str],
-        name: str,
-        blocks: Blocks,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        peers: Sequence[Blocks] = (),
-    ) -> Job:
+    def job(self, values: Values) -> Job:
         """Write a weight from its values.
 
         Args:
-            source: The folder that they come from, for messages.
-            name: The weight's.
-            blocks: Its values, float32.
-            shape: Its shape.
-            dtype: What it decodes to: float32, bfloat16 or float16.
-            peers: The values of the matrices that servers hold as one with it, for formats with one scale a matrix.
+            values: The weight's.
 
         Raises:
             ConvertError: The format cannot hold a matrix of this shape.

@@ -7,7 +7,7 @@ ones) just work. Reading and writing go over the codes a few rows at a time.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from convert.errors import unexpected
 from convert.finite import is_finite, nonfinite, not_in
 from convert.formats import nf4
 from convert.formats.dynamic import dynamic_map
-from convert.formats.format import Format, Stored
+from convert.formats.format import Format, Stored, Values
 from convert.formats.nf4 import NF4Tensor
 from convert.shard import Job, Part
 from convert.tensor_file import read_range
@@ -93,15 +93,8 @@ class _NF4(Format):
     def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
         return nf4.quantization_config(dtype, skipped, nested=self.nested, storage_dtype=storage_dtype)
 
-    def job(
-        self,
-        source: str | os.PathLike[str],
-        name: str,
-        blocks: Blocks,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        peers: Sequence[Blocks] = (),
-    ) -> Job:
+    def job(self, values: Values) -> Job:
+        source, name, blocks, shape, dtype, _ = values
         count, state = math.prod(shape), name + nf4.QUANT_STATE
         scales = np.zeros(math.ceil(count / nf4.BLOCK), np.float32)
         empty = NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name)
@@ -113,12 +106,11 @@ class _NF4(Format):
 
         def run() -> Iterator[Part]:
             scales = []
-            for first, values in whole_groups(blocks(), nf4.BLOCK):
-                with np.errstate(over="ignore"):
-                    values = values.astype(dtype, copy=False)
-                if not is_finite(values):
+            for first, flat in whole_groups(blocks(), nf4.BLOCK):
+                rounded = values.rounded(flat)
+                if not is_finite(rounded):
                     raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
-                part = nf4.encode(values)
+                part = nf4.encode(rounded)
                 scales.append(part.absmax)
                 yield Part(name, first // 2, part.codes)
             tensor = dataclasses.replace(empty, absmax=np.concatenate(scales))

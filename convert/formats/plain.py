@@ -1,14 +1,13 @@
 """Plain arrays of 16 or 32 bits."""
 
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from convert.blocks import Block, Blocks, array_blocks
+from convert.blocks import Block, array_blocks
 from convert.checkpoint import CONFIG
-from convert.formats.format import Format, Stored
+from convert.formats.format import Format, Stored, Values
 from convert.shard import Job, Part
 from convert.tensor_file import DTYPES, read_range
 
@@ -50,24 +49,15 @@ class _Plain(Format):
     def blocks(self, stored: Stored) -> Iterator[Block]:
         return array_blocks(stored.name, stored.info)
 
-    def job(
-        self,
-        source: str | os.PathLike[str],
-        name: str,
-        blocks: Blocks,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        peers: Sequence[Blocks] = (),
-    ) -> Job:
+    def job(self, values: Values) -> Job:
         def run() -> Iterator[Part]:
             first = 0
-            for block in blocks():
-                with np.errstate(over="ignore"):  # what overflows is found as infinity
-                    values = block.astype(dtype, copy=False).reshape(-1)
-                yield Part(name, first, values)
-                first += values.size
+            for block in values.blocks():
+                flat = values.rounded(block).reshape(-1)
+                yield Part(values.name, first, flat)
+                first += flat.size
 
-        return Job({name: (dtype, shape)}, run, source)
+        return Job({values.name: (values.dtype, values.shape)}, run, values.source)
 
 
 PLAIN = (_Plain("float32", "F32"), _Plain("bfloat16", "BF16"), _Plain("float16", "F16"))
