@@ -29,6 +29,7 @@ from pallas_kernels.attention import checks, config, ranges
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY, choose_pair
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
 from pallas_kernels.transformations import custom_vjp, number
@@ -139,11 +140,11 @@ def attention(
 
 @custom_vjp(nondiff_argnums=(6, 7, 8))
 def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward: str) -> tuple[JaxArray, JaxArray]:
-    return REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
+    return REGISTRY[forward].forward(Operands(q, k, v, mask, sinks, seed), options)
 
 
 def _attend_forward(q, k, v, mask, sinks, seed, options, forward, backward):
-    results = REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
+    results = REGISTRY[forward].forward(Operands(q, k, v, mask, sinks, seed), options)
     # Behind a barrier: a kernel whose result goes into a scan's stack of residuals and on to the next operation would
     # run twice on a GPU, once in XLA's fusion with the update of the stack.
     results = lax.optimization_barrier(tuple(results))
@@ -156,7 +157,8 @@ def _attend_backward(options, forward, backward, residuals, gradients):
     dout, dlse = gradients
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.sum(products, axis=-1).transpose(0, 2, 1) - dlse
-    dq, dk, dv = REGISTRY[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, out=out)
+    operands, cotangents = Operands(q, k, v, mask, sinks, seed), Cotangents(lse, delta, dout, out)
+    dq, dk, dv = REGISTRY[backward].backward(operands, cotangents, options)
     dsinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)

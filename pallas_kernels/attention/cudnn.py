@@ -20,6 +20,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import cudnn_documents
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask, queries_of, visible
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
 
@@ -58,10 +59,9 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def forward(
-    q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, seed: Array | None, options: Options
-) -> tuple[Array, Array]:
+def forward(operands: Operands, options: Options) -> tuple[Array, Array]:
     """The output and the log-sum-exp, for a call that ``why_not`` lets through; arguments as in `xla.forward`."""
+    q, k, v, mask, sinks, seed = operands
     assert sinks is None and seed is None
     if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
         return cudnn_documents.forward(q, k, v, mask.ranges, options)
@@ -77,23 +77,11 @@ def forward(
     return out, lse
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    lse: Array,
-    delta: Array,
-    dout: Array,
-    options: Options,
-    *,
-    out: Array,
-) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, from which cuDNN computes delta."""
+def backward(operands: Operands, cotangents: Cotangents, options: Options) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v; arguments as in `xla.backward`."""
+    q, k, v, mask, sinks, seed = operands
+    lse, _, dout, out = cotangents
     assert sinks is None and seed is None
-    del delta
     if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
         return cudnn_documents.backward(q, k, v, mask.ranges, lse, out, dout, options)
     bias = _bias(q.dtype, _allowed(q, k, mask, options))

@@ -1,16 +1,15 @@
 """The implementations of attention by name. A new one is a line here and its place in `config.preference`.
 
-Each is a module with three functions; of the backward passes cuDNN's alone reads the output:
+Each is a module with three functions; `operands` says what they read:
 
     why_not(call) -> str | None
-    forward(q, k, v, mask, sinks, seed, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
-    backward(q, k, v, mask, sinks, seed, lse, delta, dout, options[, out=out]) -> (dq, dk, dv)
+    forward(operands, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
+    backward(operands, cotangents, options) -> (dq, dk, dv)
 
 - ``why_not`` says in one clause why a `call.Call` cannot be served on its target.
 - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees
   neither key nor sink; so exp(logit − lse) is its weight, and zero there.
 - ``seed`` is uint32[2] where options.dropout_rate > 0, else None; `dropout.random_bits` says what is kept.
-- ``delta`` is rowsum(dout ∘ out) − dlse, float32 [B, H, S].
 """
 
 from collections.abc import Sequence
@@ -24,14 +23,9 @@ NEEDS_RANGES: frozenset[str] = frozenset({"mosaic", "triton"})
 """Implementations that read documents as ranges alone."""
 
 
-def without_out(module: Any) -> Implementation:
-    """The implementation of a module whose backward pass does not read the output."""
-    return Implementation(module.why_not, module.forward, lambda *arguments, out: module.backward(*arguments))
-
-
 def on_ranges(module: Any) -> Implementation:
     """The implementation of a module that reads documents as ranges: their ids must be such that ranges can be made."""
-    return without_out(module)._replace(why_not=lambda call: call.disorder or module.why_not(call))
+    return Implementation(lambda call: call.disorder or module.why_not(call), module.forward, module.backward)
 
 
 REGISTRY: Registry[Call] = Registry(
@@ -40,7 +34,7 @@ REGISTRY: Registry[Call] = Registry(
         "mosaic": on_ranges(mosaic_sm90),
         "cudnn": Implementation(cudnn.why_not, cudnn.forward, cudnn.backward),
         "triton": on_ranges(triton),
-        "xla": without_out(xla),
+        "xla": Implementation(xla.why_not, xla.forward, xla.backward),
     },
     lambda call: config.preference(call.target),
 )

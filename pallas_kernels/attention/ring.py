@@ -25,6 +25,7 @@ from pallas_kernels.attention import config
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import REGISTRY, choose_pair
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges, ordered
 from pallas_kernels.transformations import custom_vjp
@@ -310,7 +311,7 @@ def _chosen(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, si
 def _call(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):
     """Output, and log-sum-exp [B, C, H] with -inf for a query that sees nothing."""
     forward, _ = _chosen(rows, keys, mask, ring, sinks)
-    out, lse = REGISTRY[forward].forward(rows.q, *keys, mask, sinks, None, ring.options)
+    out, lse = REGISTRY[forward].forward(Operands(rows.q, *keys, mask, sinks, None), ring.options)
     lse = lse.transpose(0, 2, 1)
     return out, jnp.where(lse == jnp.inf, -jnp.inf, lse)
 
@@ -320,5 +321,5 @@ def _gradients(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring,
     _, backward = _chosen(rows, keys, mask, ring, sinks)
     assert rows.lse is not None and rows.delta is not None and rows.dout is not None
     statistics = (array.transpose(0, 2, 1) for array in (rows.lse, rows.delta))
-    operation = REGISTRY[backward].backward
-    return operation(rows.q, *keys, mask, None, None, *statistics, rows.dout, ring.options, out=rows.out)
+    operands, cotangents = Operands(rows.q, *keys, mask, None, None), Cotangents(*statistics, rows.dout, rows.out)
+    return REGISTRY[backward].backward(operands, cotangents, ring.options)

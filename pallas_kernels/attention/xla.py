@@ -22,6 +22,7 @@ from pallas_kernels.attention import dropout
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.config import query_block
 from pallas_kernels.attention.mask import Mask, Queries, queries_of, visible
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 
 
@@ -44,28 +45,15 @@ def why_not(call: Call) -> None:
     """None: every call on every target is served."""
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    options: Options,
-    block: int | None = None,
-) -> tuple[Array, Array]:
+def forward(operands: Operands, options: Options, block: int | None = None) -> tuple[Array, Array]:
     """The output [B, S, H, Dv] in q's dtype and the log-sum-exp of each query's logits [B, H, S] in float32.
 
     Args:
-        q: queries [B, S, H, D].
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        mask: what each query sees.
-        sinks: a logit for each query head [H] that joins the denominator alone, or None.
-        seed: two uint32 numbers where there is dropout.
+        operands: of the call.
         options: the call's.
         block: queries at once; by default `config.query_block`.
     """
+    q, k, v, mask, sinks, seed = operands
     batch, length, heads, _ = q.shape
 
     def attend(carry: None, piece: _Block) -> tuple[None, tuple[Array, Array]]:
@@ -94,34 +82,18 @@ def forward(
 
 
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    lse: Array,
-    delta: Array,
-    dout: Array,
-    options: Options,
-    block: int | None = None,
+    operands: Operands, cotangents: Cotangents, options: Options, block: int | None = None
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v in their dtypes.
 
     Args:
-        q: as in `forward`, like the other arguments that are not named here.
-        k: keys.
-        v: values.
-        mask: what each query sees.
-        sinks: already in lse.
-        seed: of the forward pass.
-        lse: the log-sum-exp of each query's logits [B, H, S] in float32; +inf for a query that sees nothing.
-        delta: rowsum(dout ∘ out) − dlse, [B, H, S] in float32.
-        dout: the output's gradient [B, S, H, Dv].
+        operands: of the forward pass.
+        cotangents: of its results.
         options: the call's.
-        block: queries at once.
+        block: queries at once; by default `config.query_block`.
     """
-    del sinks
+    q, k, v, mask, _, seed = operands
+    lse, delta, dout, _ = cotangents
     queries = _cut(q, k, mask)
     heads = queries.q.shape[:-1]
     rows = [statistics.transpose(0, 2, 1).reshape(heads) for statistics in (delta, lse)]

@@ -27,6 +27,7 @@ from pallas_kernels.attention.block_sizes import facts as facts_of
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90 import config as mosaic_config
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton import config as triton_config
 from pallas_kernels.autotune import Kernel
@@ -225,9 +226,10 @@ def _part(module: Any, options: Options, guess: Any, part: str, config: Any, *ar
         settings = {"config" if part == "forward" else part: config}
     else:
         settings = {"config": dataclasses.replace(guess, **{part: config})}
+    operands = Operands(q, k, v, mask, None, None)
     if part == "forward":
-        return module.forward(q, k, v, mask, None, None, options, **settings)[0]
-    found = module.backward(q, k, v, mask, None, None, lse, delta, dout, options, **settings)
+        return module.forward(operands, options, **settings)[0]
+    found = module.backward(operands, Cotangents(lse, delta, dout, dout), options, **settings)
     return found[:1] if part == "dq" else found[1:3]
 
 

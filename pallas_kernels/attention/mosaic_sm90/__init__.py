@@ -11,7 +11,6 @@ from jax import Array
 
 from pallas_kernels.attention.block_sizes import facts
 from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
@@ -27,6 +26,7 @@ from pallas_kernels.attention.mosaic_sm90.config import (
     forward_candidates,
 )
 from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 from pallas_kernels.autotune import best
@@ -53,12 +53,7 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
+    operands: Operands,
     options: Options,
     *,
     config: ForwardConfig | None = None,
@@ -67,16 +62,12 @@ def forward(
     """Output and log-sum-exp; arguments and results as `implementations` says.
 
     Args:
-        q: queries [B, S, H, D], bfloat16 or float16.
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        mask: of the call; documents as ranges.
-        sinks: a logit for each query head [H] that joins the denominator alone, or None.
-        seed: two uint32 numbers where there is dropout.
+        operands: of the call, bfloat16 or float16.
         options: of the call.
         config: block sizes; by default the measured ones of such a call, else by the head sizes.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
+    q, k, v, mask, sinks, seed = operands
     sizes = (q.shape[3], v.shape[3])
     if config is None:
         about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
@@ -89,15 +80,8 @@ def forward(
 
 
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    lse: Array,
-    delta: Array,
-    dout: Array,
+    operands: Operands,
+    cotangents: Cotangents,
     options: Options,
     *,
     dq: DqConfig | None = None,
@@ -107,21 +91,15 @@ def backward(
     """dq, dk and dv; arguments as `implementations` says.
 
     Args:
-        q: queries [B, S, H, D], bfloat16 or float16.
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        mask: of the call; documents as ranges.
-        sinks: already in lse.
-        seed: of the forward pass.
-        lse: log-sum-exp of each query's logits, float32 [B, H, S]; +inf for a query that sees nothing.
-        delta: rowsum(dout ∘ out) − dlse, float32 [B, H, S].
-        dout: cotangent of the output, [B, S, H, Dv].
+        operands: of the forward pass.
+        cotangents: of its results.
         options: of the call.
         dq: block sizes of the kernel for dq, likewise.
         dkv: block sizes of the kernel for dk and dv, likewise.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
-    del sinks
+    q, k, v, mask, _, seed = operands
+    lse, delta, dout, _ = cotangents
     sizes, missing = (q.shape[3], v.shape[3]), -q.shape[1] % TILE
     padding = ((0, 0), (0, 0), (0, missing))
     # Negative, in the products' own units: accumulators start from them instead of from 0.

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import compat
-from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
@@ -28,15 +28,8 @@ from pallas_kernels.attention.triton.loads import load_numbers, load_rows, padde
 
 
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    lse: Array,
-    delta: Array,
-    dout: Array,
+    operands: Operands,
+    cotangents: Cotangents,
     options: Options,
     config: TritonConfig | None = None,
     *,
@@ -45,20 +38,15 @@ def backward(
     """The gradients of q, k and v in their dtypes.
 
     Args:
-        q: as in `forward`, like the other arguments without a line here.
-        k: keys.
-        v: values.
-        mask: of the call.
-        sinks: already in lse.
-        seed: of the forward pass.
-        lse: the log-sum-exp of each query's logits [B, H, S] in float32; +inf for a query that sees nothing.
-        delta: rowsum(dout ∘ out) − dlse, [B, H, S] in float32.
-        dout: the output's gradient [B, S, H, Dv].
+        operands: of the forward pass.
+        cotangents: of its results.
         options: the call's.
         config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
     compat.silence_triton_deprecation()
+    q, k, v, mask, _, seed = operands
+    lse, delta, dout, _ = cotangents
     if config is None:
         config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
     arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)

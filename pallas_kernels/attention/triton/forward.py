@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import compat
-from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
@@ -26,31 +26,18 @@ _LOWEST = -1e30
 
 
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    sinks: Array | None,
-    seed: Array | None,
-    options: Options,
-    config: TritonConfig | None = None,
-    *,
-    interpret: bool = False,
+    operands: Operands, options: Options, config: TritonConfig | None = None, *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """The output [B, S, H, Dv] in q's dtype and the log-sum-exp of each query's logits [B, H, S] in float32.
 
     Args:
-        q: queries [B, S, H, D], bfloat16 or float16.
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        mask: of the call; documents as ranges.
-        sinks: a logit for each query head [H] that joins the denominator alone, or None.
-        seed: two uint32 numbers where there is dropout.
+        operands: of the call, bfloat16 or float16.
         options: the call's.
         config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
     compat.silence_triton_deprecation()
+    q, k, v, mask, sinks, seed = operands
     if config is None:
         config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
     sinks = None if sinks is None else sinks.astype(jnp.float32)

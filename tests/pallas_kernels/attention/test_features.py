@@ -186,13 +186,15 @@ class RangesAlone:
         rate = call.options.dropout_rate
         return f"it has no dropout, not {rate}" if rate else None
 
-    def forward(self, q, k, v, mask, *others):
-        self.calls.append(mask.ranges is not None)
-        return xla.forward(q, k, v, mask._replace(segment_ids=None, kv_segment_ids=None), *others)
+    def forward(self, operands, options):
+        return xla.forward(self.without_ids(operands), options)
 
-    def backward(self, q, k, v, mask, *others):
-        self.calls.append(mask.ranges is not None)
-        return xla.backward(q, k, v, mask._replace(segment_ids=None, kv_segment_ids=None), *others)
+    def backward(self, operands, cotangents, options):
+        return xla.backward(self.without_ids(operands), cotangents, options)
+
+    def without_ids(self, operands):
+        self.calls.append(operands.mask.ranges is not None)
+        return operands._replace(mask=operands.mask._replace(segment_ids=None, kv_segment_ids=None))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pytest
 
 from pallas_kernels.attention import mosaic_sm90
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE, SegmentRanges
 from tests.support import resources
@@ -49,11 +50,11 @@ def compiled(aot, size, value_size, options, documents, folder, monkeypatch):
     calls: dict = {
         "forward": (
             lambda *a: mosaic_sm90.forward(*a, options),
-            (q, k, v, mask, float32(HEADS) if documents else None, seed),
+            (Operands(q, k, v, mask, float32(HEADS) if documents else None, seed),),
         ),
         "backward": (
             lambda *a: mosaic_sm90.backward(*a, options),
-            (q, k, v, mask, None, seed, number, number, dout),
+            (Operands(q, k, v, mask, None, seed), Cotangents(number, number, dout, dout)),
         ),
     }
     found = {}

@@ -13,6 +13,7 @@ from pallas_kernels.attention import attention, config, segment_ranges, triton
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import REGISTRY, on_ranges
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig
 from pallas_kernels.dispatch import Target
@@ -137,9 +138,10 @@ def test_hidden_tiles_are_not_read(options, documents, keys, queries):
     shown = np.s_[:, 64:96]
 
     def passes(q, k, v, dout):
-        out, lse = triton.forward(q, k, v, *call, options, **run)
+        operands = Operands(q, k, v, *call)
+        out, lse = triton.forward(operands, options, **run)
         delta = jnp.einsum("bshd,bshd->bhs", dout, out).astype(jnp.float32)
-        return out, *triton.backward(q, k, v, *call, lse, delta, dout, options, **run)
+        return out, *triton.backward(operands, Cotangents(lse, delta, dout, out), options, **run)
 
     def poisoned(rows, *arrays):
         return [array.at[:, rows].set(jnp.nan) for array in arrays]

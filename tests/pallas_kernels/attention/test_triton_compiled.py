@@ -5,6 +5,7 @@ import pytest
 
 from pallas_kernels.attention import triton
 from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
 from tests.support import resources
@@ -24,10 +25,11 @@ def passes(aot, size, options):
     ranges = SegmentRanges(*[rows] * 4, *[aot.spec((B * S // 128,), jnp.int32)] * 2) if everything else None
     mask = Mask(ranges, None, None, aot.spec((1,), jnp.int32))
     sinks, seed = (aot.spec((H,), jnp.float32), aot.spec((2,), jnp.uint32)) if everything else (None, None)
-    call, numbers = (wide, narrow, narrow, mask, sinks, seed), aot.spec((B, H, S), jnp.float32)
+    operands, numbers = Operands(wide, narrow, narrow, mask, sinks, seed), aot.spec((B, H, S), jnp.float32)
+    cotangents = Cotangents(numbers, numbers, wide, wide)
     return {
-        "forward": (lambda *arguments: triton.forward(*arguments, options), *call),
-        "backward": (lambda *arguments: triton.backward(*arguments, options), *call, numbers, numbers, wide),
+        "forward": (lambda *arguments: triton.forward(*arguments, options), operands),
+        "backward": (lambda *arguments: triton.backward(*arguments, options), operands, cotangents),
     }
 
 
