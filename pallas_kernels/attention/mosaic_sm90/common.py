@@ -1,7 +1,6 @@
 """Shared parts of the forward and backward kernels: layouts, dropout, the soft cap, inputs and the launch."""
 
 import math
-import types
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic
 from pallas_kernels.attention import dropout
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
@@ -107,43 +107,20 @@ def launch(
     name: str,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Run `kernel(references by name, and whether it is interpreted)` on as many thread blocks of three warpgroups.
-
-    Args:
-        kernel: the body.
-        inputs: arrays in global memory; None are left out.
-        outputs: shapes of the results.
-        scratch: shared memory and barriers; None are left out.
-        ctas: thread blocks, at most one a multiprocessor.
-        name: of the kernel, in profiles.
-        interpret: parameters of Mosaic's interpreter; None compiles.
-    """
-    present = {key: array for key, array in inputs.items() if array is not None}
-    wanted = {key: kind for key, kind in scratch.items() if kind is not None}
-    names = (*present, *outputs, *wanted)
-
-    named: dict[str, Any] = dict.fromkeys((*inputs, *scratch)) | {"interpreted": interpret is not None}
-
-    def body(*refs):
-        kernel(types.SimpleNamespace(**(named | dict(zip(names, refs, strict=True)))))
-
-    return plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        scratch_types=tuple(wanted.values()),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=False,
-            reduction_scratch_bytes=0,  # sums over rows stay within a warp
-        ),
-        kernel_name=name,
+    """`mosaic.launch` on as many thread blocks of three warpgroups, at most one a multiprocessor."""
+    return mosaic.launch(
+        kernel,
+        inputs,
+        outputs,
+        scratch,
+        name=name,
+        grid=("cta", ctas),
+        threads=3,
         interpret=interpret,
-    )(*present.values())
+        approx_math=True,
+        unsafe_no_auto_barriers=False,
+        reduction_scratch_bytes=0,  # sums over rows stay within a warp
+    )
 
 
 def accumulator(rows: int, columns: int) -> Any:

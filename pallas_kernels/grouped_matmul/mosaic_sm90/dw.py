@@ -7,7 +7,6 @@ neighbouring groups in a group's first and last piece are made zeros in shared m
 """
 
 import functools
-import types
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
 from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
 from pallas_kernels.grouped_matmul.schedule import ALIGNED
+from pallas_kernels.mosaic import launch
 
 _UNIT = 64  # columns of x of a warpgroup
 _CONSUMERS = 2
@@ -84,33 +84,21 @@ def dw(
         if cluster > 1
         else plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS),
     }
-    body = functools.partial(
-        _kernel,
-        names=("dy", "x", "bounds", *(() if rows is None else ("rows",)), "out", *scratch),
-        config=config,
-        clusters=cores // cluster,
-        interpreted=interpret is not None,
-    )
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((groups, n, k), dtype),
-        scratch_types=tuple(scratch.values()),
-        grid=(cores // cluster,),
-        grid_names=("cluster",),
-        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        kernel_name="grouped_matmul_dw",
+    [out] = launch(
+        functools.partial(_kernel, config=config, clusters=cores // cluster),
+        {"dy": dy, "x": x, "bounds": bounds, "rows": rows},
+        {"out": jax.ShapeDtypeStruct((groups, n, k), dtype)},
+        scratch,
+        name="grouped_matmul_dw",
+        grid=("cluster", cores // cluster),
+        threads=_CONSUMERS + 1,
+        cluster=cluster,
         interpret=interpret,
     )
-    return kernel(dy, x, bounds, *(() if rows is None else (rows,)))
+    return out
 
 
-def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted: bool):
-    refs = types.SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+def _kernel(refs, *, config: MatmulConfig, clusters: int):
     cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     rank = lax.axis_index("rank") if config.cluster > 1 else 0
     groups, n, k = refs.out.shape
@@ -135,7 +123,7 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
             tile = tile_of(turn)
             column = tile.column + (rank * _CONSUMERS + warpgroup) * _UNIT
             sums = _multiply(refs, warpgroup, count, tile, config)
-            _write(refs, warpgroup, sums, tile.group, tile.n_column, column, config, interpreted)
+            _write(refs, warpgroup, sums, tile.group, tile.n_column, column, config)
             return count + tile.pieces
 
         lax.fori_loop(0, turns, compute, jnp.int32(0))
@@ -146,7 +134,7 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         load = functools.partial(_load, refs, rank, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
-        if hasattr(refs, "rows"):
+        if refs.rows is not None:
             announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
@@ -154,7 +142,7 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
 
 def _load(refs, rank, tile, count, *, config: MatmulConfig):
     """The loading warpgroup's part of a tile: x and dy of every piece, as far ahead as there are free stages."""
-    gathered = hasattr(refs, "rows")
+    gathered = refs.rows is not None
 
     def load(index, carry):
         count, chosen = carry
@@ -194,7 +182,7 @@ def _multiply(refs, consumer, count, tile: _Tile, config: MatmulConfig):
             x = refs.x_smem.at[slot, consumer]
             row = tile.first + index * TERMS
 
-            if not hasattr(refs, "rows"):  # gathered rows of other groups are zeros already
+            if refs.rows is None:  # gathered rows of other groups are zeros already
 
                 @pl.when(jnp.logical_or(row < tile.begin, row + TERMS > tile.end))
                 def _():
@@ -218,13 +206,13 @@ def _multiply(refs, consumer, count, tile: _Tile, config: MatmulConfig):
     return pl.run_scoped(products, accumulator)
 
 
-def _write(refs, consumer, sums, group, n_column, column, config: MatmulConfig, interpreted: bool):
+def _write(refs, consumer, sums, group, n_column, column, config: MatmulConfig):
     """Write a warpgroup's columns of x, 64 rows of the result at a time."""
     for number, start in enumerate(range(0, config.columns, 64)):
         tile = refs.out_smem.at[consumer, number % 2]
         values = sums[:, start : start + 64].astype(tile.dtype)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two buffers the other one's store may be in flight
-        if interpreted:
+        if refs.interpreted:
             tile[...] = values.T
         else:
             tile.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)

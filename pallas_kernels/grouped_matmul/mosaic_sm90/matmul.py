@@ -10,7 +10,6 @@ Rows of x come by TMA where they are contiguous, and by `rows.gather` where an i
 """
 
 import functools
-import types
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
 from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
 from pallas_kernels.grouped_matmul.schedule import schedule
+from pallas_kernels.mosaic import launch
 
 _UNIT = 64  # rows of a warpgroup
 _CONSUMERS = 2
@@ -70,15 +70,13 @@ def matmul(
     if interpret is not None and rows is not None:  # its loads are assembly
         x, rows = x[rows], None
     count = x.shape[0] if rows is None else rows.shape[0]
-    inputs = {"x": x, "w": w}
-    if low_rank is not None:
-        inputs |= {"z": low_rank[0], "b": low_rank[1]}
+    z, b = (None, None) if low_rank is None else low_rank
     columns = w.shape[2] if transposed else w.shape[1]
     cluster = config.cluster
     tile_rows = _CONSUMERS * _UNIT * cluster
     column_tiles = pl.cdiv(columns, config.columns)
     table, tiles = schedule(group_sizes, count, tile_rows, column_tiles, config.columns)
-    inputs |= {"table": table, "tiles": tiles} | ({} if rows is None else {"rows": rows})
+    inputs = {"x": x, "w": w, "z": z, "b": b, "table": table, "tiles": tiles, "rows": rows}
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     w_tile = (TERMS, config.columns) if transposed else (config.columns, TERMS)
     scratch = {
@@ -89,34 +87,21 @@ def matmul(
         "w_full": plgpu.Barrier(num_barriers=config.stages),
         "free": free(num_barriers=config.stages, num_arrivals=_CONSUMERS),
     }
-    body = functools.partial(
-        _kernel,
-        names=(*inputs, "out", *scratch),
-        transposed=transposed,
-        config=config,
-        clusters=cores // cluster,
-        interpreted=interpret is not None,
-    )
-    kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((count, columns), x.dtype),
-        scratch_types=tuple(scratch.values()),
-        grid=(cores // cluster,),
-        grid_names=("cluster",),
-        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        kernel_name="grouped_matmul_dx" if transposed else "grouped_matmul",
+    [out] = launch(
+        functools.partial(_kernel, transposed=transposed, config=config, clusters=cores // cluster),
+        inputs,
+        {"out": jax.ShapeDtypeStruct((count, columns), x.dtype)},
+        scratch,
+        name="grouped_matmul_dx" if transposed else "grouped_matmul",
+        grid=("cluster", cores // cluster),
+        threads=_CONSUMERS + 1,
+        cluster=cluster,
         interpret=interpret,
     )
-    return kernel(*inputs.values())
+    return out
 
 
-def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters: int, interpreted: bool):
-    refs = types.SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+def _kernel(refs, *, transposed: bool, config: MatmulConfig, clusters: int):
     cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     rank = lax.axis_index("rank") if config.cluster > 1 else 0
     groups, all_pieces = refs.w.shape[0], _main_pieces(refs) + _more_pieces(refs)
@@ -141,7 +126,7 @@ def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters:
             @pl.when(row < tile.end)
             def _():
                 sums = _multiply(refs, warpgroup, count, pieces, transposed, config)
-                _write(refs, warpgroup, sums, row, tile, config, interpreted)
+                _write(refs, warpgroup, sums, row, tile, config)
 
             @pl.when(row >= tile.end)
             def _():
@@ -163,7 +148,7 @@ def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters:
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
-        if hasattr(refs, "rows"):
+        if refs.rows is not None:
             announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
@@ -176,12 +161,12 @@ def _main_pieces(refs) -> int:
 
 def _more_pieces(refs) -> int:
     """Pieces of z and b."""
-    return refs.z.shape[1] // TERMS if hasattr(refs, "z") else 0
+    return refs.z.shape[1] // TERMS if refs.z is not None else 0
 
 
 def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
     """The loading warpgroup's part of a tile: x and w of every piece, as far ahead as there are free stages."""
-    gathered = hasattr(refs, "rows")
+    gathered = refs.rows is not None
     first = [tile.row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
     chosen = [rows_at.choose(refs.rows, row, tile.begin, tile.end) for row in first] if gathered else None
 
@@ -211,7 +196,7 @@ def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
             own = [rows_at.choose(None, row, tile.begin, tile.end) for row in first] if gathered else None
             copy(refs.z, refs.b, term, own)
 
-        if hasattr(refs, "z"):
+        if refs.z is not None:
             more = index - _main_pieces(refs)
             pl.when(more < 0)(lambda: copy(refs.x, refs.w, index * TERMS, chosen))
             pl.when(more >= 0)(lambda: copy_more(more * TERMS))
@@ -247,7 +232,7 @@ def _multiply(refs, consumer, count, pieces, transposed: bool, config: MatmulCon
     return pl.run_scoped(products, accumulator)
 
 
-def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig, interpreted: bool):
+def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig):
     """Write a warpgroup's rows that belong to the group; of two buffers the other one's store may be in flight."""
     whole = jnp.logical_and(row >= tile.begin, row + _UNIT <= tile.end)
     for number, start in enumerate(range(0, config.columns, 64)):
@@ -266,7 +251,7 @@ def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig, interpr
 
         @pl.when(jnp.logical_and(inside, jnp.logical_not(whole)))
         def _(buffer=buffer, column=column):
-            if interpreted:
+            if refs.interpreted:
 
                 def one(index, _):
                     refs.out[index, pl.ds(column, 64)] = buffer[index - row]

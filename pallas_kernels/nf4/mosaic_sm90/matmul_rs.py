@@ -13,7 +13,6 @@ not hidden: it adds 13 to 16% to the product of 512 rows and 24% to the gradient
 """
 
 import functools
-import types
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
+from pallas_kernels.mosaic import launch
 from pallas_kernels.nf4.codebook import BLOCK
 from pallas_kernels.nf4.config import RS_TERMS, MatmulRsConfig
 from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed, load
@@ -82,58 +82,29 @@ def matmul_rs(
         "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=4),
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=_CONSUMERS),
     }
-    body = functools.partial(
-        _kernel,
-        names=tuple(scratch),
-        schedule=schedule,
-        gradient=gradient,
-        config=config,
-        through=through,
-        interpreted=interpret is not None,
-    )
-    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     partials = (schedule.ctas * cluster * _CONSUMERS if schedule.needs_fixup else 1, ROWS, config.rows)
-    out, _ = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct(partials, jnp.float32)),
-        scratch_types=tuple(scratch.values()),
-        grid=(schedule.ctas,),
-        grid_names=("cluster",),
-        **clusters,
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        kernel_name="nf4_matmul_rs_gradient" if gradient else "nf4_matmul_rs",
+    outputs = {"out": ((rows, columns), x.dtype), "partials": (partials, jnp.float32)}
+    out, _ = launch(
+        functools.partial(_kernel, schedule=schedule, gradient=gradient, config=config, through=through),
+        {"x": x, "codes": codes, "absmax": absmax},
+        {name: jax.ShapeDtypeStruct(*described) for name, described in outputs.items()},
+        scratch,
+        name="nf4_matmul_rs_gradient" if gradient else "nf4_matmul_rs",
+        grid=("cluster", schedule.ctas),
+        threads=_CONSUMERS + 1,
+        cluster=cluster,
         interpret=interpret,
-    )(x, codes, absmax)
+    )
     return out[:all_rows]
 
 
-def _kernel(
-    x,
-    codes,
-    absmax,
-    out,
-    partials,
-    *scratch,
-    names,
-    schedule: StreamK,
-    gradient: bool,
-    config: MatmulRsConfig,
-    through: str | None,
-    interpreted: bool,
-):
-    refs = types.SimpleNamespace(
-        x=x, codes=codes, absmax=absmax, out=out, partials=partials, **dict(zip(names, scratch, strict=True))
-    )
+def _kernel(refs, *, schedule: StreamK, gradient: bool, config: MatmulRsConfig, through: str | None):
     cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     rank = lax.axis_index("rank") if config.cluster > 1 else 0
     total = schedule.begin(cluster + 1) - schedule.begin(cluster)
     # One flag a thread block, in global memory, zero at the start: how many of its consumers have stored partial sums.
     # The interpreter runs thread blocks in order and needs none.
-    shared = schedule.needs_fixup and not interpreted
+    shared = schedule.needs_fixup and not refs.interpreted
     flags = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.ctas * config.cluster,))) if shared else None
 
     @pl.when(warpgroup < _CONSUMERS)
@@ -147,8 +118,8 @@ def _kernel(
             return lax.rem(column if gradient else step, jnp.int32(2))
 
         # Decoding runs half an iteration ahead of the products, across tiles too: `weights` goes from tile to tile.
-        load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, through, interpreted)
-        decode_half = functools.partial(_decode, refs, warpgroup, gradient, through, interpreted)
+        load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, through)
+        decode_half = functools.partial(_decode, refs, warpgroup, gradient, through)
 
         def multiply(turn, carry):
             count, weights = carry
@@ -158,7 +129,7 @@ def _kernel(
             sums, count, weights = _multiply(
                 refs, segment, pair, following, load_half, decode_half, count, weights, config
             )
-            _write(refs, schedule, flags, segment, sums, cluster, rank, warpgroup, config, interpreted)
+            _write(refs, schedule, flags, segment, sums, cluster, rank, warpgroup, config)
             return count, weights
 
         first = schedule.segment(cluster, 0)
@@ -228,26 +199,24 @@ def _stay(free, count, stages: int):
     lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
 
 
-def _load_half(
-    refs, consumer, gradient: bool, config: MatmulRsConfig, through: str | None, interpreted: bool, count, pair, half
-):
+def _load_half(refs, consumer, gradient: bool, config: MatmulRsConfig, through: str | None, count, pair, half):
     """Codes and tables of half of the `count`th iteration, in registers; its scales are the `pair`th two."""
     slot = lax.rem(count, jnp.int32(config.w_stages))
     if half == 0:  # one barrier for the four copies of the iteration: the second half needs no wait
         plgpu.barrier_wait(refs.w_full.at[slot])
     part, block = (half, consumer) if gradient else (consumer, half)
     codes, absmax = refs.codes_smem.at[slot, part], refs.absmax_smem.at[slot, part, :, 2 * pair + block]
-    packed = load(codes, absmax, refs.x_smem.dtype, through, block, interpreted=interpreted)
+    packed = load(codes, absmax, refs.x_smem.dtype, through, block, interpreted=refs.interpreted)
     if half == 1:  # all codes are in registers: the stage can be loaded anew long before they are decoded
         plgpu.barrier_arrive(refs.w_free.at[slot])
     return packed
 
 
-def _decode(refs, consumer, gradient: bool, through: str | None, interpreted: bool, packed, half: int):
+def _decode(refs, consumer, gradient: bool, through: str | None, packed, half: int):
     """The register operand of half an iteration."""
     if gradient:  # an exchange buffer a half: the other one may still be read by a slower warp
-        return decode_transposed(packed, refs.exchange.at[consumer, half], through, interpreted=interpreted)
-    return decode(packed, refs.x_smem.dtype, through, interpreted=interpreted)
+        return decode_transposed(packed, refs.exchange.at[consumer, half], through, interpreted=refs.interpreted)
+    return decode(packed, refs.x_smem.dtype, through, interpreted=refs.interpreted)
 
 
 def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, count, weights, config: MatmulRsConfig):
@@ -297,7 +266,6 @@ def _write(
     rank,
     consumer,
     config: MatmulRsConfig,
-    interpreted: bool,
 ):
     """Store the partial sums of a tile that ends elsewhere; or fix a tile up with those of others, and write it."""
 
@@ -325,14 +293,14 @@ def _write(
 
         def add(cluster, total):
             found = partial(cluster)
-            return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
+            return total + (found[...] if refs.interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
         total = lax.fori_loop(first, cluster, add, sums) if schedule.needs_fixup else sums
         for number, row in enumerate(range(0, config.rows, 64)):
             out_smem = refs.out_smem.at[consumer, number % 2]
             values = total[:, row : row + 64].astype(out_smem.dtype)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two buffers the other one's store may be in flight
-            if interpreted:
+            if refs.interpreted:
                 out_smem[...] = values.T
             else:
                 out_smem.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)

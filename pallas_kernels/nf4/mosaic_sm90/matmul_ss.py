@@ -13,7 +13,6 @@ tile the decoding hides behind the product, at 128 rows it nearly does.
 """
 
 import functools
-import types
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
+from pallas_kernels.mosaic import launch
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import MatmulSsConfig
@@ -96,58 +96,27 @@ def matmul_ss(
         "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=DECODERS),
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=consumers),
     }
-    body = functools.partial(
-        _kernel,
-        names=tuple(scratch),
-        schedule=schedule,
-        gradient=gradient,
-        config=config,
-        through=through,
-        interpreted=interpret is not None,
-    )
     partials = (schedule.ctas if schedule.needs_fixup else 1, config.rows, config.columns)
-    out, _ = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((rows, columns), x.dtype),
-            jax.ShapeDtypeStruct(partials, jnp.float32),
-        ),
-        scratch_types=tuple(scratch.values()),
-        grid=(schedule.ctas,),
-        grid_names=("cta",),
-        num_threads=consumers + DECODERS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        kernel_name="nf4_matmul_ss_gradient" if gradient else "nf4_matmul_ss",
+    outputs = {"out": ((rows, columns), x.dtype), "partials": (partials, jnp.float32)}
+    out, _ = launch(
+        functools.partial(_kernel, schedule=schedule, gradient=gradient, config=config, through=through),
+        {"x": x, "codes": codes, "absmax": absmax},
+        {name: jax.ShapeDtypeStruct(*described) for name, described in outputs.items()},
+        scratch,
+        name="nf4_matmul_ss_gradient" if gradient else "nf4_matmul_ss",
+        grid=("cta", schedule.ctas),
+        threads=consumers + DECODERS + 1,
         interpret=interpret,
-    )(x, codes, absmax)
+    )
     return out[:all_rows]
 
 
-def _kernel(
-    x,
-    codes,
-    absmax,
-    out,
-    partials,
-    *scratch,
-    names,
-    schedule: StreamK,
-    gradient: bool,
-    config: MatmulSsConfig,
-    through: str | None,
-    interpreted: bool,
-):
-    refs = types.SimpleNamespace(
-        x=x, codes=codes, absmax=absmax, out=out, partials=partials, **dict(zip(names, scratch, strict=True))
-    )
+def _kernel(refs, *, schedule: StreamK, gradient: bool, config: MatmulSsConfig, through: str | None):
     cta, warpgroup, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), config.consumers
     place, total = functools.partial(schedule.place, cta), schedule.begin(cta + 1) - schedule.begin(cta)
     # One flag a thread block, in global memory, zero at the start: how many of its consumers have stored partial sums.
     # The interpreter runs thread blocks in order and needs none.
-    shared = schedule.needs_fixup and not interpreted
+    shared = schedule.needs_fixup and not refs.interpreted
     flags = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.ctas,))) if shared else None
 
     @pl.when(warpgroup < consumers)
@@ -157,7 +126,7 @@ def _kernel(
         def multiply(turn, count):
             segment = schedule.segment(cta, turn)
             sums, count = _multiply(refs, segment, warpgroup, count, gradient, config)
-            _write(refs, schedule, flags, segment, sums, cta, warpgroup, config, interpreted)
+            _write(refs, schedule, flags, segment, sums, cta, warpgroup, config)
             return count
 
         lax.fori_loop(0, schedule.segments(cta), multiply, jnp.int32(0))
@@ -168,7 +137,7 @@ def _kernel(
         @pl.when(warpgroup == consumers + decoder)
         def _(decoder=decoder):
             _set_registers(config.decoder_registers, config)
-            _decode(refs, place, total, decoder, gradient, config, through, interpreted)
+            _decode(refs, place, total, decoder, gradient, config, through)
 
     @pl.when(warpgroup == consumers + DECODERS)
     def _():
@@ -213,9 +182,7 @@ def _load(refs, place, total, config: MatmulSsConfig):
     lax.fori_loop(0, total, load, None)
 
 
-def _decode(
-    refs, place, total, decoder: int, gradient: bool, config: MatmulSsConfig, through: str | None, interpreted: bool
-):
+def _decode(refs, place, total, decoder: int, gradient: bool, config: MatmulSsConfig, through: str | None):
     """A decoding warpgroup: every DECODERS-th unit of a tile; a unit is 64 blocks below each other."""
     units = range(decoder, config.columns // BLOCK, DECODERS)
 
@@ -227,7 +194,7 @@ def _decode(
             rows, block = pl.ds(first, 64), lax.div(block, jnp.int32(BLOCK))
             codes = refs.codes.at[rows, pl.ds(block * BLOCK_BYTES, BLOCK_BYTES)]
             absmax = refs.absmax.at[rows, block]
-            if interpreted:
+            if refs.interpreted:
                 loaded.append((codes[...], absmax[...]))
             else:
                 loaded.append((compat.mosaic_load(codes, _CODES), compat.mosaic_load(absmax, _CODES.reduce(1))))
@@ -239,7 +206,7 @@ def _decode(
         ahead = [*ahead, load(count + config.ahead)]
         slot = lax.rem(count, jnp.int32(config.w_stages))
         w_smem = refs.w_smem.at[slot]
-        decoded = [_look_up(codes, absmax, w_smem.dtype, through, interpreted) for codes, absmax in ahead[0]]
+        decoded = [_look_up(codes, absmax, w_smem.dtype, through, refs.interpreted) for codes, absmax in ahead[0]]
         # Every consumer's product with this stage is done. Decoding above needs no stage, so it comes first.
         pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
         for unit, values in zip(units, decoded, strict=True):
@@ -307,9 +274,7 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: M
     return pl.run_scoped(products, accumulator)
 
 
-def _write(
-    refs, schedule: StreamK, flags, segment: Segment, sums, cta, consumer, config: MatmulSsConfig, interpreted: bool
-):
+def _write(refs, schedule: StreamK, flags, segment: Segment, sums, cta, consumer, config: MatmulSsConfig):
     """Store the partial sums of a tile that ends elsewhere; or fix a tile up with those of others, and write it."""
     part_rows = config.rows // config.consumers
     pieces = [(row, column) for row in range(0, part_rows, 64) for column in range(0, config.columns, 64)]
@@ -338,7 +303,7 @@ def _write(
         def add(column, row):
             def add_one(cta, total):
                 found = partial(cta, row, column)
-                return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
+                return total + (found[...] if refs.interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
             total = sums[row : row + 64, column : column + 64]
             return lax.fori_loop(first, cta, add_one, total) if schedule.needs_fixup else total
