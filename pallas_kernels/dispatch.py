@@ -41,6 +41,20 @@ class Target(NamedTuple):
         major, minor = self.compute_capability
         return f"{self.device_kind} ({self.platform}, compute capability {major}.{minor})"
 
+    def lacks(self, capability: tuple[int, int], *, exactly: bool = False, what: str = "it") -> str | None:
+        """Why the device is no NVIDIA GPU of a compute capability, as a clause of `Implementation.why_not`; or None.
+
+        Args:
+            capability: the least, (major, minor).
+            exactly: whether newer GPUs do not serve either, as for instructions of one architecture.
+            what: subject of the clause.
+        """
+        own = self.compute_capability if self.platform == "cuda" else None
+        if own is not None and (own == capability or (own > capability and not exactly)):
+            return None
+        wanted = f"{capability[0]}.{capability[1]}{'' if exactly else ' or more'}"
+        return f"{what} needs an NVIDIA GPU of compute capability {wanted}, the target is {self}"
+
 
 def target() -> Target:
     """The device to plan for: the abstract device when one is set, else the default device.

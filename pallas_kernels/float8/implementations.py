@@ -28,9 +28,8 @@ class Case(NamedTuple):
 
 
 def _why_not_triton(case: Case) -> str | None:
-    capability = case.target.compute_capability if case.target.platform == "cuda" else None
-    if capability is None or capability < (8, 9):
-        return f"it needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    if reason := case.target.lacks((8, 9)):
+        return reason
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"it reads bfloat16, float16 or float32, not {jnp.dtype(case.dtype)}"
     if case.columns > config.MOST_COLUMNS:

@@ -36,16 +36,11 @@ class Case(NamedTuple):
 
 
 def _why_not_mosaic(case: Case) -> str | None:
-    if case.target.platform != "cuda" or case.target.compute_capability != (9, 0):
-        return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {case.target}"
-    return _why_not_any_kernel(case)
+    return case.target.lacks((9, 0), exactly=True) or _why_not_any_kernel(case)
 
 
 def _why_not_triton(case: Case) -> str | None:
-    capability = case.target.compute_capability
-    if case.target.platform != "cuda" or capability is None or capability < (8, 0):
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
-    return _why_not_any_kernel(case)
+    return case.target.lacks((8, 0)) or _why_not_any_kernel(case)
 
 
 def _why_not_any_kernel(case: Case) -> str | None:

@@ -113,9 +113,8 @@ def _decode_first(
 
 
 def _why_not_triton(case: Case) -> str | None:
-    capability = case.target.compute_capability
-    if case.target.platform != "cuda" or capability is None or capability < (8, 0):
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if reason := case.target.lacks((8, 0)):
+        return reason
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16, not {jnp.dtype(case.dtype)}"
     if not case.rows or 0 in case.shape:

@@ -40,11 +40,10 @@ class Case(NamedTuple):
 
 
 def _why_not_triton(case: Case) -> str | None:
-    capability = case.target.compute_capability if case.target.platform == "cuda" else None
-    if capability is None or capability < (8, 0):
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
-    if case.float8 and capability < (8, 9):
-        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    if reason := case.target.lacks((8, 0)):
+        return reason
+    if case.float8 and (reason := case.target.lacks((8, 9), what="float8")):
+        return reason
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
     if case.rank not in RANKS:

@@ -96,11 +96,8 @@ def _why_not_any_kernel(case: Decode) -> str | None:
 
 
 def _why_not_mosaic(case: Decode) -> str | None:
-    if reason := _why_not_any_kernel(case):
-        return reason
-    if case.target.compute_capability != (9, 0):
-        return f"it needs compute capability 9.0, the target is {case.target}"
-    return _too_few_blocks(case, config.mosaic_config)
+    reason = _why_not_any_kernel(case) or case.target.lacks((9, 0), exactly=True)
+    return reason or _too_few_blocks(case, config.mosaic_config)
 
 
 def _too_few_blocks(case: Decode, sizes: Callable[[DTypeLike], Any]) -> str | None:
@@ -112,18 +109,13 @@ def _too_few_blocks(case: Decode, sizes: Callable[[DTypeLike], Any]) -> str | No
 
 
 def _why_not_triton(case: Decode) -> str | None:
-    if reason := _why_not_any_kernel(case):
-        return reason
-    capability = case.target.compute_capability
-    if capability is None or capability < (8, 0):
-        return f"it needs compute capability 8.0 or more, the target is {case.target}"
-    return _too_few_blocks(case, config.triton_config)
+    return _why_not_any_kernel(case) or case.target.lacks((8, 0)) or _too_few_blocks(case, config.triton_config)
 
 
 def _why_not_fused(case: Product) -> str | None:
     weight = case.weight
-    if weight.target.platform != "cuda" or weight.target.compute_capability != (9, 0):
-        return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {weight.target}"
+    if reason := weight.target.lacks((9, 0), exactly=True):
+        return reason
     if weight.order != "split":
         return f"it reads codes in the split order, these are in {weight.order!r} order"
     if not weight.own_map:
@@ -200,10 +192,8 @@ def _why_not_mosaic_float8(case: Float8) -> str | None:
     weight, (out, columns) = case.weight, case.weight.shape
     if not case.transposed:
         return _why_not_mosaic(weight)
-    if reason := _why_not_any_kernel(weight):
+    if reason := _why_not_any_kernel(weight) or weight.target.lacks((9, 0), exactly=True):
         return reason
-    if weight.target.compute_capability != (9, 0):
-        return f"it needs compute capability 9.0, the target is {weight.target}"
     least = mosaic_sm90.ROWS, mosaic_sm90.COLUMNS
     if out % 4 or out < least[0] or columns < least[1]:
         return f"it transposes a multiple of 4 rows, {least[0]}×{least[1]} or more, this is {out}×{columns}"
@@ -211,11 +201,9 @@ def _why_not_mosaic_float8(case: Float8) -> str | None:
 
 
 def _why_not_triton_float8(case: Float8) -> str | None:
-    if reason := _why_not_triton(case.weight):
+    if reason := _why_not_triton(case.weight) or case.weight.target.lacks((8, 9)):
         return reason
-    capability, (out, columns) = case.weight.target.compute_capability, case.weight.shape
-    if capability is None or capability < (8, 9):
-        return f"it needs compute capability 8.9 or more, the target is {case.weight.target}"
+    out, columns = case.weight.shape
     if case.transposed and config.transposed_config(out) is None:
         return f"it transposes whole tiles of {config.TRANSPOSED_ROWS[-1]} rows or more, this is {out}×{columns}"
     return None

@@ -43,20 +43,19 @@ class Case(NamedTuple):
 
 def _why_not_triton(case: Case) -> str | None:
     (rows, columns), ranks = case.shape, case.ranks
-    capability = case.target.compute_capability if case.target.platform == "cuda" else None
     widths = [rank for rank in ranks if rank and rank not in RANKS]
-    if capability is None or capability < (8, 0):
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
-    if case.float8 and capability < (8, 9):
-        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    if reason := case.target.lacks((8, 0)):
+        return reason
+    if case.float8 and (reason := case.target.lacks((8, 9), what="float8")):
+        return reason
     if case.float8 and columns // 2 > MOST_JOINED:
         return f"a program holds rows of up to {MOST_JOINED} features in float8, these have {columns // 2}"
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
     if case.activation not in config.ACTIVATIONS:
         return f"Pallas-Triton has no {case.activation}"
-    if widths or max(ranks) > config.largest_rank(capability):
-        most = config.largest_rank(capability)
+    most = config.largest_rank(case.target.compute_capability or (8, 0))
+    if widths or max(ranks) > most:
         return f"it serves ranks {list(RANKS)} up to {most} on {case.target}, not {max(ranks)}"
     if rows % config.TILE or columns // 2 % config.TILE:
         return f"it takes whole tiles of {config.TILE}, not {rows} tokens by {columns // 2} features"
