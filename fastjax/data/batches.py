@@ -9,13 +9,13 @@ Of several processes each builds the rows that its devices take (`OwnRows`), in 
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 
+from fastjax.data.grouping import ByLength
 from fastjax.data.packing import PackedRows, Rows
 
 
@@ -121,6 +121,7 @@ class Batches(NamedTuple):
         accumulation_steps: Microbatches in a batch (A).
         shuffle: Permute the rows of each epoch; otherwise they keep the data set's order.
         seed: Of the permutations.
+        by_length: Orders and cuts batches whose rows are of similar length; None: they are whole rows in any order.
     """
 
     rows: PackedRows
@@ -128,6 +129,7 @@ class Batches(NamedTuple):
     accumulation_steps: int = 1
     shuffle: bool = True
     seed: int = 0
+    by_length: ByLength | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -140,7 +142,12 @@ class Batches(NamedTuple):
         Args:
             step: The step of the run, from 0.
         """
-        return batch_of(self.rows, self.row_numbers(step))
+        numbers = self.row_numbers(step)
+        batch = batch_of(self.rows, numbers)
+        if self.by_length is None:
+            return batch
+        length = self.by_length.length(numbers)
+        return Batch(*(array[..., :length] for array in batch[:4]), batch.extra)
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
         """The row numbers of a step's batch.
@@ -152,8 +159,14 @@ class Batches(NamedTuple):
             Indices into `rows`; -1: a row of padding.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
-        order = _order(len(self.rows), (self.seed, epoch) if self.shuffle else None)
-        return part_of(order, index, (self.accumulation_steps, self.batch_size))
+        size = self.accumulation_steps * self.batch_size
+        if self.by_length is not None:
+            order = self.by_length.order(size, (self.seed, epoch))
+        else:
+            order = _order(len(self.rows), (self.seed, epoch) if self.shuffle else None)
+        chosen = order[index * size : (index + 1) * size]
+        padded = np.pad(chosen, (0, size - len(chosen)), constant_values=-1)
+        return padded.reshape(self.accumulation_steps, self.batch_size)
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
         """Row numbers and the places of their examples, for people.
@@ -184,10 +197,11 @@ class Batches(NamedTuple):
             stop: The step to stop before; None: never.
             position: Unused.
 
-        Returns:
+        Yields:
             The batch of each step.
         """
-        return successive(self.batch, start, stop)
+        for step in itertools.count(start) if stop is None else range(start, stop):
+            yield self.batch(step)
 
     def epoch(self, epoch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch.
@@ -199,34 +213,6 @@ class Batches(NamedTuple):
             `steps_per_epoch` batches.
         """
         yield from self.from_step(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
-
-
-def part_of(order: Int64[np.ndarray, " R"], index: int, shape: tuple[int, int]) -> Int64[np.ndarray, "A B"]:
-    """The row numbers of an epoch's batch.
-
-    Args:
-        order: Of the epoch's rows.
-        index: The batch's number in the epoch, from 0.
-        shape: (A, B).
-
-    Returns:
-        The batch's part of the order; -1 where that has ended: a row of padding.
-    """
-    size = math.prod(shape)
-    chosen = order[index * size : (index + 1) * size]
-    return np.pad(chosen, (0, size - len(chosen)), constant_values=-1).reshape(shape)
-
-
-def successive(batch: Callable[[int], Batch], start: int, stop: int | None) -> Iterator[Batch]:
-    """The batches of successive steps.
-
-    Args:
-        batch: Of a step.
-        start: The first step.
-        stop: The step to stop before; None: never.
-    """
-    for step in itertools.count(start) if stop is None else range(start, stop):
-        yield batch(step)
 
 
 def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_row: int | None = None) -> Batch:

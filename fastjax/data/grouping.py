@@ -5,14 +5,12 @@ random order is cut into pools of `POOL` batches, each sorted by length, and the
 batch is as long as its longest row, rounded up to an eighth of a row, so that a run compiles eight programs at most.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64
+from jaxtyping import Int64
 
-from fastjax.data.batches import Batch, Batches, part_of, stack, successive
-from fastjax.data.packing import Rows
+from fastjax.data.packing import PackedRows
 
 #: Batches whose rows are sorted together.
 POOL = 50
@@ -22,82 +20,42 @@ LENGTHS = 8
 TILE = 128
 
 
-class _Epoch(NamedTuple):
-    number: int
-    order: Int64[np.ndarray, " R"]
+class ByLength:
+    """The order of an epoch's rows, and the length of a batch; functions of the seed, the epoch and the rows."""
 
-
-class GroupedBatches:
-    """The batches of a run; a function of the seed and the step alone, as of `Batches`."""
-
-    def __init__(self, batches: Batches):
+    def __init__(self, rows: PackedRows):
         """Take the rows.
 
         Args:
-            batches: of the same rows, in one order of all of them; each row of one document.
+            rows: of one document each.
         """
-        self.rows, self._batches = batches.rows, batches
-        self._lengths = self.rows.documents.lengths[self.rows.order]
-        length = self.rows.row_length
-        self._unit = min(length, -(-length // (LENGTHS * TILE)) * TILE)
-        self._epoch: _Epoch | None = None
+        self._lengths = rows.documents.lengths[rows.order]
+        self._row_length = rows.row_length
+        self._unit = min(rows.row_length, -(-rows.row_length // (LENGTHS * TILE)) * TILE)
+        self._known: tuple[Any, Int64[np.ndarray, " R"]] | None = None
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches in an epoch, the last one padded."""
-        return self._batches.steps_per_epoch
-
-    def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
-        """The row numbers of a step's batch.
+    def order(self, size: int, seed: tuple[int, int]) -> Int64[np.ndarray, " R"]:
+        """The rows of an epoch: whole batches in a random order, and what fills no batch behind them.
 
         Args:
-            step: The step of the run, from 0.
-
-        Returns:
-            Indices into `rows`; -1: a row of padding.
+            size: rows of a batch.
+            seed: the run's, and the epoch.
         """
-        number, index = divmod(step, self.steps_per_epoch)
-        epoch = self._epoch
-        if epoch is None or epoch.number != number:
-            epoch = self._epoch = _Epoch(number, self._order(number))
-        return part_of(epoch.order, index, (self._batches.accumulation_steps, self._batches.batch_size))
+        if self._known is None or self._known[0] != (size, seed):
+            self._known = (size, seed), self._ordered(size, np.random.default_rng(seed))
+        return self._known[1]
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step, of the length of its longest row in units.
+    def length(self, numbers: Int64[np.ndarray, "A B"]) -> int:
+        """Tokens of a batch: of its longest row, in units.
 
         Args:
-            step: The step of the run, from 0.
+            numbers: of its rows; -1: a row of padding.
         """
-        numbers = self.row_numbers(step)
         longest = int(self._lengths[numbers[numbers >= 0]].max())
-        length = min(self.rows.row_length, -(-longest // self._unit) * self._unit)
-        return stack(Rows(*(array[:, :length] for array in self.rows.rows(numbers.ravel()))), numbers.shape)
+        return min(self._row_length, -(-longest // self._unit) * self._unit)
 
-    def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
-        """Row numbers and the places of their examples, for people."""
-        return self._batches.describe_rows(rows)
-
-    def position(self, step: int) -> dict[str, Any]:
-        """The state of a checkpoint after `step` steps: empty, since the step is enough."""
-        return self._batches.position(step)
-
-    def from_step(
-        self, start: int = 0, stop: int | None = None, position: Mapping[str, Any] | None = None
-    ) -> Iterator[Batch]:
-        """The batches of successive steps.
-
-        Args:
-            start: The first step.
-            stop: The step to stop before; None: never.
-            position: Unused.
-        """
-        return successive(self.batch, start, stop)
-
-    def _order(self, epoch: int) -> Int64[np.ndarray, " R"]:
-        """The rows of an epoch: whole batches in a random order, and what fills no batch behind them."""
-        random = np.random.default_rng((self._batches.seed, epoch))
-        order = random.permutation(len(self.rows))
-        size = self._batches.batch_size * self._batches.accumulation_steps
+    def _ordered(self, size: int, random: np.random.Generator) -> Int64[np.ndarray, " R"]:
+        order = random.permutation(len(self._lengths))
         whole = len(order) // size * size
         pools = [order[start : min(start + POOL * size, whole)] for start in range(0, whole, POOL * size)]
         pools = [pool[np.argsort(self._lengths[pool], kind="stable")] for pool in pools]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
-from fastjax.data.grouping import GroupedBatches
+from fastjax.data.grouping import ByLength
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import OpenSource, check_sources
 from fastjax.errors import ConfigError
@@ -165,8 +165,8 @@ def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replica
     if isinstance(train, StreamedBatches):
         return train
     size = settings.per_device_train_batch_size * replicas
-    batches = Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed)
-    return GroupedBatches(batches) if settings.group_by_length else batches
+    by_length = ByLength(train.rows) if settings.group_by_length else None
+    return Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed, by_length=by_length)
 
 
 def total_steps(config: TrainConfig, batches: BatchSource) -> int:

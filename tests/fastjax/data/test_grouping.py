@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fastjax.data import Batches, BatchSource, Documents, pack_documents
-from fastjax.data.grouping import GroupedBatches
+from fastjax.data.grouping import ByLength
 
 ROW = 1000
 COUNT = 107
@@ -17,7 +17,7 @@ def rows(make_examples):
 
 
 def grouped(rows, batch_size=2, accumulation_steps=2, seed=3):
-    return GroupedBatches(Batches(rows, batch_size, accumulation_steps, seed=seed))
+    return Batches(rows, batch_size, accumulation_steps, seed=seed, by_length=ByLength(rows))
 
 
 def numbers(batches, epoch):

@@ -6,7 +6,7 @@ import pytest
 
 from fastjax.data import Batches, Dataset, Documents, pack_documents
 from fastjax.data.batches import Batch, OwnRows
-from fastjax.data.grouping import GroupedBatches
+from fastjax.data.grouping import ByLength
 from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.parallel import make_mesh
@@ -47,7 +47,10 @@ def pairs(make_examples):
 
 KINDS = {
     "packed": (lambda examples: plain(examples, True), lambda rows: Batches(rows, 8, 2, seed=1)),
-    "by length": (lambda examples: plain(examples, False), lambda rows: GroupedBatches(Batches(rows, 8, 2, seed=1))),
+    "by length": (
+        lambda examples: plain(examples, False),
+        lambda rows: Batches(rows, 8, 2, seed=1, by_length=ByLength(rows)),
+    ),
     "pairs": (pairs, lambda rows: Batches(rows, 8, 1, seed=1)),
 }
 #: Of two processes: the devices of each.
