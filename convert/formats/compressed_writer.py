@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.blocks import whole_groups
+from convert.blocks import Block, whole_groups
 from convert.errors import unexpected
 from convert.finite import is_finite, nonfinite, not_in
 from convert.formats.compressed import METHOD

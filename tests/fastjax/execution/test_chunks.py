@@ -14,7 +14,7 @@ from fastjax.lora.params import LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.models.residual_stream import FeedForward, Stream
+from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, distance, value_and_gradients
 from tests.fastjax.lora.test_mlp import FEATURES, make
 from tests.support import families, tiny
@@ -46,7 +46,7 @@ def part(name):
         mlp = make(maker, ranks, **options)
     norm = Norm(CONFIG, 1 + 0.1 * maker.normal(WIDTH))
     after = norm if everything else None
-    return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0, 0), mlp), nnx.Param if everything else LoraParam
+    return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0, WHOLE), mlp), nnx.Param if everything else LoraParam
 
 
 @pytest.mark.exhaustive("NF4")

@@ -12,7 +12,7 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
-from fastjax.models import remat
+from fastjax.execution import remat
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer

@@ -13,6 +13,7 @@ from fastjax.bench.step.presets import preset_config
 from fastjax.commands.bench import _parser
 from fastjax.commands.bench_step import _cases
 from fastjax.errors import ConfigError
+from fastjax.execution.execution import Execution
 from fastjax.execution.load import random_weights
 from fastjax.models.precision import make_precision
 from fastjax.parallel import MeshShape
@@ -32,7 +33,7 @@ def sizes(preset, weights):
     """The weights' shapes, without making them."""
     config = read_config(preset_config(preset, None, weights))
     options = {"precision": make_precision("bfloat16", "float32", None, config), "trained": False}
-    options |= {"load_in_4bit": weights != "16bit", "layer_loop": "scan", "mxfp4": weights == "mxfp4"}
+    options |= {"load_in_4bit": weights != "16bit", "execution": Execution(), "mxfp4": weights == "mxfp4"}
     return jax.eval_shape(lambda key: random_weights(config, key, **options)[1], jax.random.key(0))
 
 
