@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
+from pallas_kernels import compat
 from pallas_kernels.cards import compute_capability_of
 
 Case = TypeVar("Case")
@@ -117,11 +118,12 @@ class Registry(Generic[Case]):
 
     def __getitem__(self, name: str) -> Implementation:
         """The implementation of that name."""
+        compat.silence_triton_deprecation()  # kernels of other backends call Triton's too
         return self.implementations[name]
 
     def reasons(self, case: Case) -> dict[str, str | None]:
         """Why each implementation cannot serve a case, or None when it can; in order of preference."""
-        return {name: self[name].why_not(case) for name in self.preference(case)}
+        return {name: self.implementations[name].why_not(case) for name in self.preference(case)}
 
     def choose(self, case: Case, implementation: str | None, *, direction: str = "") -> str:
         """`select` the implementation that serves a case.

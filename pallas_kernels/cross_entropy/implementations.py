@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat
 from pallas_kernels.cross_entropy import config, triton, xla
 from pallas_kernels.cross_entropy.rows import Options, Rows
 from pallas_kernels.dispatch import Implementation, Registry, Target
@@ -44,12 +43,10 @@ def _why_not_triton(case: Case) -> str | None:
 
 
 def _triton_forward(logits: Array, targets: Array, options: Options) -> Rows:
-    compat.silence_triton_deprecation()
     return triton.forward(logits, targets, options, config.TILES)
 
 
 def _triton_backward(logits: Array, targets: Array, options: Options) -> tuple[Rows, Array]:
-    compat.silence_triton_deprecation()
     return triton.backward(logits, targets, options, config.TILES)
 
 

@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, UInt8
 
-from pallas_kernels import compat
 from pallas_kernels.float8.config import RowConfig
 from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.float8.scales import scale_from, scale_of
@@ -41,7 +40,6 @@ def quantize_rows(
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     rows, columns = x.shape
     return pl.pallas_call(
         functools.partial(_kernel, config=config),
@@ -77,7 +75,6 @@ def join_blocks(blocks: Blocks, *, config: RowConfig, interpret: bool = False) -
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     rows, _ = blocks.codes.shape
     codes, scales = pl.pallas_call(
         functools.partial(_join, config=config),

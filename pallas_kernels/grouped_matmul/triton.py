@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.config import TritonConfig, tile_size, triton_config, triton_dw_config
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
@@ -51,7 +50,6 @@ def dx(
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("transposed", "config", "interpret"))
 def _matmul(x, w, group_sizes, rows, low_rank, *, transposed: bool, config: TritonConfig | None, interpret: bool):
-    compat.silence_triton_deprecation()
     count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
     config = config or triton_config(count / w.shape[0], columns)
     # Columns are numbered by tiles: their product with a constant is known to be aligned, a number in memory is not.
@@ -116,7 +114,6 @@ def dw(
 
 @functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
 def _dw(dy, x, group_sizes, rows, *, dtype: DTypeLike, config: TritonConfig, interpret: bool):
-    compat.silence_triton_deprecation()
     shape = (group_sizes.shape[0], dy.shape[1], x.shape[1])
     bounds = jnp.pad(jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), dy.shape[0]), (1, 0))
     tiles = pl.cdiv(shape[1], config.rows) * pl.cdiv(shape[2], config.columns)

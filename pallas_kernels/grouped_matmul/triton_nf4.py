@@ -13,7 +13,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.config import NF4Config
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
@@ -49,7 +48,6 @@ def matmul(
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     groups, out, blocks = absmax.shape
     count, columns = (x if rows is None else rows).shape[0], blocks * BLOCK if gradient else out
     width = config.blocks * BLOCK if gradient else config.out

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.float8.scaled import Rounded, Scaled
 from pallas_kernels.low_rank import config, rounding, triton, xla
@@ -64,25 +64,21 @@ def _why_not_triton_output(case: Case) -> str | None:
 def _triton_add(
     residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]
 ) -> Array:
-    compat.silence_triton_deprecation()
     return triton.add(residual, base, products, lora_B, parts, config.add_config(_capability(), lora_B.shape[1]))
 
 
 def _triton_output(
     dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], absmax: Array | None
 ) -> tuple[Array, Array, Rounded | None]:
-    compat.silence_triton_deprecation()
     tiles = config.output_config(_capability(), lora_B.shape[1])
     return triton.output_gradients(dy, products, lora_B, parts, absmax, tiles)
 
 
 def _triton_input(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
-    compat.silence_triton_deprecation()
     return triton.input_gradients(dx, x, dproducts, lora_A, config.input_config(_capability(), lora_A.shape[0]))
 
 
 def _triton_round(dy: Array, absmax: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Rounded]:
-    compat.silence_triton_deprecation()
     return rounding.round_rows(dy, absmax, lora_B, parts, config.round_config(lora_B.shape[1]))
 
 

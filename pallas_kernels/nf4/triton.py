@@ -13,7 +13,6 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import TritonConfig
@@ -40,7 +39,6 @@ def dequantize(
         through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     blocks = absmax.size
     return pl.pallas_call(
         functools.partial(_kernel, size=config.blocks, through=through, interpret=interpret),

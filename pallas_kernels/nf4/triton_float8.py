@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import TransposedConfig
@@ -42,7 +41,6 @@ def dequantize_transposed(
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     out, columns = shape
     blocks, quads = columns // BLOCK, config.rows // ROWS
     words = jax.lax.bitcast_convert_type(codes.reshape(out // ROWS, ROWS, columns // 8, 4), jnp.int32)

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import compat
 from pallas_kernels.float8.scales import scale_of
 from pallas_kernels.nf4.config import PartsConfig, ScaleRowsConfig
 
@@ -46,7 +45,6 @@ def scale_rows(
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     out = absmax.shape[0]
     return pl.pallas_call(
         functools.partial(_scale_rows, config=config),
@@ -81,7 +79,6 @@ def transpose_and_largest(
         config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     out, blocks = absmax.shape
     return pl.pallas_call(
         functools.partial(_transpose_and_largest, config=config),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels import compat
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.rms_norm import config, triton, xla
 
@@ -44,14 +43,12 @@ def _why_not_triton(case: Case) -> str | None:
 
 
 def _triton_forward(x: Array, weight: Array, eps: ArrayLike, offset: float) -> tuple[Array, Array]:
-    compat.silence_triton_deprecation()
     return triton.forward(x, weight, eps, offset, config.warps(x.shape[1]))
 
 
 def _triton_backward(
     x: Array, weight: Array, rstd: Array, dresidual: Array, dnormed: Array, offset: float
 ) -> tuple[Array, Array]:
-    compat.silence_triton_deprecation()
     return triton.backward(x, weight, rstd, dresidual, dnormed, offset, config.backward_config(*x.shape))
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.split_rope import triton, xla
 from pallas_kernels.split_rope.config import tiles
@@ -46,7 +45,6 @@ def _why_not_triton(case: Case) -> str | None:
 
 
 def _triton_forward(qkv: Array, tables, scales: Array | None, heads: tuple[int, int], interleaved: bool):
-    compat.silence_triton_deprecation()
     size = qkv.shape[-1] // (heads[0] + 2 * heads[1])
     return triton.forward(qkv, tables, scales, triton.Static(heads, interleaved, tiles(*heads, size)))
 
@@ -54,7 +52,6 @@ def _triton_forward(qkv: Array, tables, scales: Array | None, heads: tuple[int, 
 def _triton_backward(
     gradients: tuple[Array, Array, Array], tables, scales: Array | None, interleaved: bool, with_absmax: bool = False
 ) -> tuple[Array, Array | None]:
-    compat.silence_triton_deprecation()
     heads = gradients[0].shape[2], gradients[1].shape[2]
     static = triton.Static(heads, interleaved, tiles(*heads, gradients[0].shape[3]))
     return triton.backward(gradients, tables, scales, static, with_absmax)

@@ -18,7 +18,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
 from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
@@ -44,7 +43,6 @@ def backward(
         config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     q, k, v, mask, _, seed = operands
     lse, delta, dout, _ = cotangents
     if config is None:

@@ -14,7 +14,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
 from pallas_kernels.attention.operands import Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
@@ -36,7 +35,6 @@ def forward(
         config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
-    compat.silence_triton_deprecation()
     q, k, v, mask, sinks, seed = operands
     if config is None:
         config = chosen_config(q, k, v, options, documents=mask.ranges is not None)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.float8.config import MOST_JOINED
 from pallas_kernels.float8.scaled import Scaled
@@ -69,7 +69,6 @@ def _triton_forward(
     activation: str,
     rounded: bool = False,
 ):
-    compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
     return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, rounded)
@@ -85,7 +84,6 @@ def _triton_backward(
     with_h: bool,
     with_absmax: bool = False,
 ):
-    compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.backward_config(_capability(), _rank(lora_B, down_A))
     return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles, with_h, with_absmax)

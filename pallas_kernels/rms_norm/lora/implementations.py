@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Registry
 from pallas_kernels.float8.config import MOST_COLUMNS, row_config
 from pallas_kernels.float8.scaled import Rounded
@@ -20,7 +20,6 @@ from pallas_kernels.rms_norm.xla import scale_of
 
 
 def _triton(*arguments) -> tuple[Array, Array]:
-    compat.silence_triton_deprecation()
     capability, lora_A = dispatch.target().compute_capability, arguments[4]
     assert capability is not None
     return triton.backward(*arguments, config.backward_config(capability, lora_A.shape[0]))
@@ -38,7 +37,6 @@ def _why_not_triton_round(case: Case) -> str | None:
 def _triton_round(
     x: Array, weight: Array, lora_A: Array, eps: ArrayLike, offset: float
 ) -> tuple[Rounded, Array, Array]:
-    compat.silence_triton_deprecation()
     rows, rstd = forward.round_rows(x, weight, eps, offset, row_config(x.shape[1]))
     scaled_A = (lora_A.astype(jnp.float32) * scale_of(weight, offset, 2)).astype(x.dtype)
     return rows, forward.products(x, rstd, scaled_A, config.products_config(lora_A.shape[0])), rstd

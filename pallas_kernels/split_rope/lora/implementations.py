@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat, dispatch, low_rank
+from pallas_kernels import dispatch, low_rank
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.split_rope.lora import config, triton, xla
@@ -51,7 +51,6 @@ def _why_not_triton(case: Case) -> str | None:
 def _triton_forward(
     base: Array | Scaled, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int]
 ):
-    compat.silence_triton_deprecation()
     capability = dispatch.target().compute_capability
     assert capability is not None
     tiles = config.forward_config(capability, lora_B.shape[1])
