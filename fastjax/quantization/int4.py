@@ -8,17 +8,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
 from convert.formats.int4 import OFFSET, Int4Tensor
-from fastjax.quantization.decoded import DecodedWeight, from_runs, in_runs
-from pallas_kernels.rounding import round_through
+from fastjax.quantization.decoded import RowsWeight, from_runs, in_runs
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Int4Weight(DecodedWeight):
+class Int4Weight(RowsWeight):
     """A frozen matrix [out, in] in 4 bits.
 
     Attributes:
@@ -46,38 +44,7 @@ class Int4Weight(DecodedWeight):
         zeros = jnp.float32(OFFSET)
         if self.zeros is not None:
             zeros = zeros + self.zeros[..., None].astype(jnp.float32)
-        values = ((codes - zeros) * self.scales[..., None].astype(jnp.float32)).reshape(self.shape)
-        return round_through(values, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(dtype)
-
-    def rows(self, rows: slice) -> "Int4Weight":
-        """Some of the output rows."""
-        return dataclasses.replace(
-            self,
-            codes=self.codes[..., rows, :],
-            scales=self.scales[..., rows, :],
-            zeros=None if self.zeros is None else self.zeros[..., rows, :],
-            shape=(rows.stop - rows.start, self.shape[1]),
-        )
-
-    def concatenate(self, others: "list[Int4Weight]") -> "Int4Weight | None":
-        """One weight below the other, or None where groups, zero points or dtypes differ."""
-        weights = [self, *others]
-        kinds = {(w.shape[1], w.scales.shape[-1], w.scales.dtype, w.zeros is None, w.dtype) for w in weights}
-        if len(kinds) > 1:
-            return None
-        zeros = [w.zeros for w in weights if w.zeros is not None]
-        return Int4Weight(
-            jnp.concatenate([w.codes for w in weights], axis=-2),
-            jnp.concatenate([w.scales for w in weights], axis=-2),
-            jnp.concatenate(zeros, axis=-2) if zeros else None,
-            (sum(w.shape[0] for w in weights), self.shape[1]),
-            self.dtype,
-        )
-
-    def axes(self, out: str | None, into: str | None) -> "Int4Weight":
-        """All arrays have the matrix's axes."""
-        spec = P(out, into)
-        return dataclasses.replace(self, codes=spec, scales=spec, zeros=None if self.zeros is None else spec)
+        return self.cast((codes - zeros) * self.scales[..., None].astype(jnp.float32), dtype)
 
     @classmethod
     def from_tensor(cls, tensor: Int4Tensor) -> "Int4Weight":

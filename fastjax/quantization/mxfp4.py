@@ -9,13 +9,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.mxfp4 import BLOCK, MXFP4Tensor
-from fastjax.quantization.decoded import DecodedWeight, from_runs, in_runs
-from pallas_kernels.rounding import round_through
+from fastjax.quantization.decoded import RowsWeight, from_runs, in_runs
 
 #: The largest scale at which every code is finite in float32.
 _LARGEST_SCALE = 127 + 125
@@ -25,7 +23,7 @@ _MEAN_SQUARE = 68.5 / 8
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MXFP4Weight(DecodedWeight):
+class MXFP4Weight(RowsWeight):
     """A frozen matrix [out, in] in 4 bits; arrays of experts lead with their axis.
 
     Attributes:
@@ -50,30 +48,7 @@ class MXFP4Weight(DecodedWeight):
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """One expert's matrix in `dtype`: float32 value × power of two in its own dtype, cast."""
         values = e2m1(from_runs(self.codes, self.scales.shape[-1]))
-        values = (values * _power_of_two(self.scales)[..., None]).reshape(self.shape)
-        through = None if self.dtype == jnp.dtype(dtype).name else self.dtype
-        return round_through(values, through).astype(dtype)
-
-    def rows(self, rows: slice) -> "MXFP4Weight":
-        """Some of the output rows."""
-        shape = (rows.stop - rows.start, self.shape[1])
-        return dataclasses.replace(self, codes=self.codes[..., rows, :], scales=self.scales[..., rows, :], shape=shape)
-
-    def concatenate(self, others: "list[MXFP4Weight]") -> "MXFP4Weight | None":
-        """One weight below the other, or None where they decode to different dtypes."""
-        weights = [self, *others]
-        if len({(weight.shape[1], weight.dtype) for weight in weights}) > 1:
-            return None
-        return MXFP4Weight(
-            jnp.concatenate([weight.codes for weight in weights], axis=-2),
-            jnp.concatenate([weight.scales for weight in weights], axis=-2),
-            (sum(weight.shape[0] for weight in weights), self.shape[1]),
-            self.dtype,
-        )
-
-    def axes(self, out: str | None, into: str | None) -> "MXFP4Weight":
-        """Codes and scales have the matrix's axes."""
-        return dataclasses.replace(self, codes=P(out, into), scales=P(out, into))
+        return self.cast(values * _power_of_two(self.scales)[..., None], dtype)
 
     @classmethod
     def from_tensor(cls, tensor: MXFP4Tensor) -> "MXFP4Weight":

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt8
 
 from convert.formats.nvfp4 import NVFP4Tensor
-from fastjax.quantization.decoded import DecodedWeight, from_runs, in_runs
+from fastjax.quantization.decoded import RowsWeight, from_runs, in_runs
 from fastjax.quantization.mxfp4 import e2m1
-from pallas_kernels.rounding import kept, quotient, round_through
+from pallas_kernels.rounding import kept, quotient
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NVFP4Weight(DecodedWeight):
+class NVFP4Weight(RowsWeight):
     """A frozen matrix [out, in] in 4 bits.
 
     Attributes:
@@ -50,31 +50,11 @@ class NVFP4Weight(DecodedWeight):
         # Kept, or XLA would multiply by the code first.
         whole = self.global_scales
         scales = kept(quotient(scales, whole) if self.divides else scales * whole, scales != scales)
-        values = (e2m1(from_runs(self.codes, scales.shape[-1])) * scales[..., None]).reshape(self.shape)
-        return round_through(values, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(dtype)
-
-    def rows(self, rows: slice) -> "NVFP4Weight":
-        """Some of the output rows."""
-        return dataclasses.replace(
-            self,
-            codes=self.codes[..., rows, :],
-            scales=self.scales[..., rows, :],
-            global_scales=self.global_scales[..., rows, :],
-            shape=(rows.stop - rows.start, self.shape[1]),
-        )
-
-    def concatenate(self, others: "list[NVFP4Weight]") -> "NVFP4Weight | None":
-        """One weight below the other, or None where dtypes or the global scales' sense differ."""
-        weights = [self, *others]
-        if len({(weight.shape[1], weight.divides, weight.dtype) for weight in weights}) > 1:
-            return None
-        names = ("codes", "scales", "global_scales")
-        arrays = {name: jnp.concatenate([getattr(weight, name) for weight in weights], axis=-2) for name in names}
-        return dataclasses.replace(self, **arrays, shape=(sum(w.shape[0] for w in weights), self.shape[1]))
+        return self.cast(e2m1(from_runs(self.codes, scales.shape[-1])) * scales[..., None], dtype)
 
     def axes(self, out: str | None, into: str | None) -> "NVFP4Weight":
         """Codes and scales have the matrix's axes, the global scales that of the rows."""
-        return dataclasses.replace(self, codes=P(out, into), scales=P(out, into), global_scales=P(out, None))
+        return dataclasses.replace(super().axes(out, into), global_scales=P(out, None))
 
     @classmethod
     def from_tensor(cls, tensor: NVFP4Tensor) -> "NVFP4Weight":
