@@ -84,6 +84,13 @@ def target() -> Target:
     )
 
 
+def compute_capability() -> tuple[int, int]:
+    """The compute capability of the target, which is a GPU of a known one."""
+    capability = target().compute_capability
+    assert capability is not None
+    return capability
+
+
 def _no_backward(*arguments: Any) -> Any:
     raise NotImplementedError("this operation has no backward pass of its own")
 
@@ -118,7 +125,6 @@ class Registry(Generic[Case]):
 
     def __getitem__(self, name: str) -> Implementation:
         """The implementation of that name."""
-        compat.silence_triton_deprecation()  # kernels of other backends call Triton's too
         return self.implementations[name]
 
     def reasons(self, case: Case) -> dict[str, str | None]:
@@ -133,8 +139,30 @@ class Registry(Generic[Case]):
             implementation: the forced one, or None.
             direction: of the pass, for messages, where the passes are forced apart.
         """
+        compat.silence_triton_deprecation()  # whatever is chosen: kernels of other backends call Triton's too
         op = f"{self.op} ({direction})" if direction else self.op
         return select(op, implementation, list(self.reasons(case).items()))
+
+
+def triton_or_xla(
+    op: str,
+    why_not: Callable[[Case], str | None],
+    of_triton: tuple[Callable[..., Any], ...],
+    of_xla: tuple[Callable[..., Any], ...],
+) -> Registry[Case]:
+    """The registry of an operation that Triton's kernels compute where they can, and XLA elsewhere.
+
+    Args:
+        op: its name, for messages.
+        why_not: why Triton's kernels cannot serve a case, as of `Implementation`.
+        of_triton: the operation in Triton, or its forward and its backward pass.
+        of_xla: the same for XLA.
+    """
+    implementations = {
+        "triton": Implementation(why_not, *of_triton),
+        "xla": Implementation(lambda case: None, *of_xla),
+    }
+    return Registry(op, implementations, lambda case: ("triton", "xla"))
 
 
 def select(op: str, implementation: str | None, candidates: Sequence[tuple[str, str | None]]) -> str:

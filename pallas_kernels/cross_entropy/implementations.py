@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cross_entropy import config, triton, xla
 from pallas_kernels.cross_entropy.rows import Options, Rows
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, triton_or_xla
 
 
 class Case(NamedTuple):
@@ -50,11 +50,6 @@ def _triton_backward(logits: Array, targets: Array, options: Options) -> tuple[R
     return triton.backward(logits, targets, options, config.TILES)
 
 
-REGISTRY: Registry[Case] = Registry(
-    "cross_entropy",
-    {
-        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
-        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
-    },
-    lambda case: ("triton", "xla"),
+REGISTRY = triton_or_xla(
+    "cross_entropy", _why_not_triton, (_triton_forward, _triton_backward), (xla.forward, xla.backward)
 )

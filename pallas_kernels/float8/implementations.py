@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, triton_or_xla
 from pallas_kernels.float8 import config, triton, xla
 
 
@@ -41,8 +41,4 @@ def _triton(x: Array) -> tuple[Array, Array]:
     return triton.quantize_rows(x, config=config.row_config(x.shape[1]))
 
 
-QUANTIZE: Registry[Case] = Registry(
-    "float8.quantize_rows",
-    {"triton": Implementation(_why_not_triton, _triton), "xla": Implementation(lambda case: None, xla.quantize_rows)},
-    lambda case: ("triton", "xla"),
-)
+QUANTIZE = triton_or_xla("float8.quantize_rows", _why_not_triton, (_triton,), (xla.quantize_rows,))

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, compute_capability, triton_or_xla
 from pallas_kernels.float8.scaled import Rounded, Scaled
 from pallas_kernels.low_rank import config, rounding, triton, xla
 from pallas_kernels.tiles import RANKS
@@ -64,62 +63,28 @@ def _why_not_triton_output(case: Case) -> str | None:
 def _triton_add(
     residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]
 ) -> Array:
-    return triton.add(residual, base, products, lora_B, parts, config.add_config(_capability(), lora_B.shape[1]))
+    return triton.add(residual, base, products, lora_B, parts, config.add_config(lora_B.shape[1]))
 
 
 def _triton_output(
     dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], absmax: Array | None
 ) -> tuple[Array, Array, Rounded | None]:
-    tiles = config.output_config(_capability(), lora_B.shape[1])
+    tiles = config.output_config(compute_capability())
     return triton.output_gradients(dy, products, lora_B, parts, absmax, tiles)
 
 
 def _triton_input(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
-    return triton.input_gradients(dx, x, dproducts, lora_A, config.input_config(_capability(), lora_A.shape[0]))
+    return triton.input_gradients(dx, x, dproducts, lora_A, config.input_config(compute_capability(), lora_A.shape[0]))
 
 
 def _triton_round(dy: Array, absmax: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Rounded]:
     return rounding.round_rows(dy, absmax, lora_B, parts, config.round_config(lora_B.shape[1]))
 
 
-def _capability() -> tuple[int, int]:
-    capability = dispatch.target().compute_capability
-    assert capability is not None
-    return capability
+ADD = triton_or_xla("low_rank.add", _why_not_triton, (_triton_add,), (xla.add,))
 
+OUTPUT = triton_or_xla("low_rank.output_gradients", _why_not_triton_output, (_triton_output,), (xla.output_gradients,))
 
-ADD: Registry[Case] = Registry(
-    "low_rank.add",
-    {
-        "triton": Implementation(_why_not_triton, _triton_add),
-        "xla": Implementation(lambda case: None, xla.add),
-    },
-    lambda case: ("triton", "xla"),
-)
+INPUT = triton_or_xla("low_rank.input_gradients", _why_not_triton, (_triton_input,), (xla.input_gradients,))
 
-OUTPUT: Registry[Case] = Registry(
-    "low_rank.output_gradients",
-    {
-        "triton": Implementation(_why_not_triton_output, _triton_output),
-        "xla": Implementation(lambda case: None, xla.output_gradients),
-    },
-    lambda case: ("triton", "xla"),
-)
-
-INPUT: Registry[Case] = Registry(
-    "low_rank.input_gradients",
-    {
-        "triton": Implementation(_why_not_triton, _triton_input),
-        "xla": Implementation(lambda case: None, xla.input_gradients),
-    },
-    lambda case: ("triton", "xla"),
-)
-
-ROUND: Registry[Case] = Registry(
-    "low_rank.round_rows",
-    {
-        "triton": Implementation(_why_not_triton, _triton_round),
-        "xla": Implementation(lambda case: None, xla.round_rows),
-    },
-    lambda case: ("triton", "xla"),
-)
+ROUND = triton_or_xla("low_rank.round_rows", _why_not_triton, (_triton_round,), (xla.round_rows,))

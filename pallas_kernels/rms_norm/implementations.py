@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, triton_or_xla
 from pallas_kernels.rms_norm import config, triton, xla
 
 
@@ -52,11 +52,4 @@ def _triton_backward(
     return triton.backward(x, weight, rstd, dresidual, dnormed, offset, config.backward_config(*x.shape))
 
 
-REGISTRY: Registry[Case] = Registry(
-    "rms_norm",
-    {
-        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
-        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
-    },
-    lambda case: ("triton", "xla"),
-)
+REGISTRY = triton_or_xla("rms_norm", _why_not_triton, (_triton_forward, _triton_backward), (xla.forward, xla.backward))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, triton_or_xla
 from pallas_kernels.split_rope import triton, xla
 from pallas_kernels.split_rope.config import tiles
 
@@ -57,11 +57,6 @@ def _triton_backward(
     return triton.backward(gradients, tables, scales, static, with_absmax)
 
 
-REGISTRY: Registry[Case] = Registry(
-    "split_rope",
-    {
-        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
-        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
-    },
-    lambda case: ("triton", "xla"),
+REGISTRY = triton_or_xla(
+    "split_rope", _why_not_triton, (_triton_forward, _triton_backward), (xla.forward, xla.backward)
 )

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import Target, compute_capability, triton_or_xla
 from pallas_kernels.float8.config import MOST_JOINED
 from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.glu.lora import config, triton, xla
@@ -70,7 +69,7 @@ def _triton_forward(
     rounded: bool = False,
 ):
     products, lora_B = (None, None) if inner is None else inner
-    tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
+    tiles = config.forward_config(compute_capability(), _rank(lora_B, down_A))
     return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, rounded)
 
 
@@ -85,7 +84,7 @@ def _triton_backward(
     with_absmax: bool = False,
 ):
     products, lora_B = (None, None) if inner is None else inner
-    tiles = config.backward_config(_capability(), _rank(lora_B, down_A))
+    tiles = config.backward_config(compute_capability(), _rank(lora_B, down_A))
     return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles, with_h, with_absmax)
 
 
@@ -94,17 +93,4 @@ def _rank(lora_B: Array | None, down_A: Array | None) -> int:
     return max(0 if lora_B is None else lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])
 
 
-def _capability() -> tuple[int, int]:
-    capability = dispatch.target().compute_capability
-    assert capability is not None
-    return capability
-
-
-REGISTRY: Registry[Case] = Registry(
-    "glu.lora",
-    {
-        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
-        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
-    },
-    lambda case: ("triton", "xla"),
-)
+REGISTRY = triton_or_xla("glu.lora", _why_not_triton, (_triton_forward, _triton_backward), (xla.forward, xla.backward))

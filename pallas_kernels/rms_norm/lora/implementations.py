@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, Registry
+from pallas_kernels.dispatch import compute_capability, triton_or_xla
 from pallas_kernels.float8.config import MOST_COLUMNS, row_config
 from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.low_rank import INPUT, Case
@@ -20,13 +19,12 @@ from pallas_kernels.rms_norm.xla import scale_of
 
 
 def _triton(*arguments) -> tuple[Array, Array]:
-    capability, lora_A = dispatch.target().compute_capability, arguments[4]
-    assert capability is not None
-    return triton.backward(*arguments, config.backward_config(capability, lora_A.shape[0]))
+    tiles = config.backward_config(compute_capability(), arguments[4].shape[0])
+    return triton.backward(*arguments, tiles)
 
 
 def _why_not_triton_round(case: Case) -> str | None:
-    if reason := INPUT["triton"].why_not(case):
+    if reason := INPUT.implementations["triton"].why_not(case):
         return reason
     [columns] = case.parts
     if columns > MOST_COLUMNS:
@@ -42,20 +40,6 @@ def _triton_round(
     return rows, forward.products(x, rstd, scaled_A, config.products_config(lora_A.shape[0])), rstd
 
 
-REGISTRY: Registry[Case] = Registry(
-    "rms_norm.lora",
-    {
-        "triton": Implementation(INPUT["triton"].why_not, _triton),
-        "xla": Implementation(lambda case: None, xla.backward),
-    },
-    lambda case: ("triton", "xla"),
-)
+REGISTRY = triton_or_xla("rms_norm.lora", INPUT.implementations["triton"].why_not, (_triton,), (xla.backward,))
 
-ROUND: Registry[Case] = Registry(
-    "rms_norm.lora_round",
-    {
-        "triton": Implementation(_why_not_triton_round, _triton_round),
-        "xla": Implementation(lambda case: None, xla.round_rows),
-    },
-    lambda case: ("triton", "xla"),
-)
+ROUND = triton_or_xla("rms_norm.lora_round", _why_not_triton_round, (_triton_round,), (xla.round_rows,))

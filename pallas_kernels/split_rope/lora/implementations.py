@@ -12,8 +12,8 @@ from typing import NamedTuple
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import dispatch, low_rank
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels import low_rank
+from pallas_kernels.dispatch import Target, triton_or_xla
 from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.split_rope.lora import config, triton, xla
 
@@ -51,23 +51,15 @@ def _why_not_triton(case: Case) -> str | None:
 def _triton_forward(
     base: Array | Scaled, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int]
 ):
-    capability = dispatch.target().compute_capability
-    assert capability is not None
-    tiles = config.forward_config(capability, lora_B.shape[1])
-    return triton.forward(base, products, lora_B, cos, sin, heads, tiles)
+    return triton.forward(base, products, lora_B, cos, sin, heads, config.TILES)
 
 
-REGISTRY: Registry[Case] = Registry(
+REGISTRY = triton_or_xla(
     "split_rope.lora",
-    {
-        "triton": Implementation(
-            _why_not_triton, _triton_forward, functools.partial(xla.backward, implementation=None)
-        ),
-        "xla": Implementation(
-            lambda case: None,
-            functools.partial(xla.forward, implementation="xla"),
-            functools.partial(xla.backward, implementation="xla"),
-        ),
-    },
-    lambda case: ("triton", "xla"),
+    _why_not_triton,
+    (_triton_forward, functools.partial(xla.backward, implementation=None)),
+    (
+        functools.partial(xla.forward, implementation="xla"),
+        functools.partial(xla.backward, implementation="xla"),
+    ),
 )

@@ -94,12 +94,12 @@ def test_xla_matches_float64(parts, rank):
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
     arrays = residual, base, x, a, b, products, dy, dx = operands(parts, rank, jnp.bfloat16)
-    found = [triton.add(residual, base, products, b, parts, config.add_config(capability, rank), True)]
-    found += triton.output_gradients(dy, products, b, parts, None, config.output_config(capability, rank), True)[:2]
+    found = [triton.add(residual, base, products, b, parts, config.add_config(rank), True)]
+    found += triton.output_gradients(dy, products, b, parts, None, config.output_config(capability), True)[:2]
     found += triton.input_gradients(dx, x, products, a, config.input_config(capability, rank), True)
     # one rounding to bfloat16, of the results that have it
     close(found, exact(arrays, parts), 2**-9)
-    alone = triton.add(None, base, products, b, parts, config.add_config(capability, rank), True)
+    alone = triton.add(None, base, products, b, parts, config.add_config(rank), True)
     close([alone], [exact((jnp.zeros_like(residual), *arrays[1:]), parts)[0]], 2**-9)
 
 
@@ -111,7 +111,7 @@ def test_scales_that_are_left_to_the_sum_change_no_bit(parts, rank):
         options = {"parts": parts, "residual": own, "implementation": "xla"}
         found, expected = (low_rank_add(array, products, b, **options) for array in (apart, plain))
         np.testing.assert_array_equal(found, expected)
-        tiles = config.add_config((9, 0), rank)
+        tiles = config.add_config(rank)
         found, expected = (triton.add(own, array, products, b, parts, tiles, True) for array in (apart, plain))
         np.testing.assert_array_equal(found, expected)
 
@@ -145,7 +145,7 @@ def test_rows_are_rounded_bit_for_bit_where_their_products_are_made(parts, rank)
 def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B(parts, rank):
     arrays = operands(parts, rank, jnp.bfloat16)
     b, products, (dy, absmax) = arrays[4], arrays[5], rows_and_absmax(arrays[6])
-    tiles, options = config.output_config((9, 0), rank), {"parts": parts, "implementation": "xla"}
+    tiles, options = config.output_config((9, 0)), {"parts": parts, "implementation": "xla"}
     for found, plain in (
         (
             low_rank_output_gradients(dy, products, b, absmax=absmax, **options),
