@@ -10,7 +10,7 @@
 - load: `fastjax train` of a folder of 70B's shape in 16 bits, to 4 bits, over fsdp 4: seconds until it is there
 - killed: `fastjax launch -n 4`, one of whose processes gets SIGKILL: seconds until all have ended
 
-The steps are `fastjax bench step`'s, whose JSON, tables and commands go to the output folder.
+The steps are `fastjax bench step`'s, whose JSON goes to the output folder.
 """
 
 import argparse
@@ -23,12 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fastjax.bench.model_folder import make_model
+from fastjax.bench.step.peers import write_model
 from fastjax.bench.step.presets import preset_config
 
 #: Arguments of `fastjax bench step`, by part.
@@ -80,8 +79,7 @@ def small(given: list[str]) -> list[str]:
 def bench(file: Path, given: list[str]) -> None:
     """One call of `fastjax bench step`; a case that fails does not end the others."""
     command = [sys.executable, "-m", "fastjax", "bench", "step", *given, "--output", f"{file}.json"]
-    status = subprocess.run([*command, "--markdown", f"{file}.md"]).returncode
-    if status:
+    if status := subprocess.run(command).returncode:
         print(f"exit status {status}", flush=True)
 
 
@@ -127,11 +125,10 @@ def killed(folder: Path, tiny: bool) -> dict[str, Any]:
 def write_run(folder: Path, tiny: bool, preset: str, parallel: dict[str, int], **training: int) -> Path:
     """A model folder of a preset's shape with a tokenizer, rows of random words, and the settings of a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**preset_config("tiny" if tiny else preset, None, "16bit"), "torch_dtype": "bfloat16"}
+    config = preset_config("tiny" if tiny else preset, None, "16bit")
     length = 64 if tiny else 4096
     if not (folder / "model").exists():
-        values = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
-        make_model(folder / "model", config | {"architectures": ["LlamaForCausalLM"]}, 5 * 2**30, values)
+        write_model(folder / "model", config)
         names = ["<unk>", "<end>", "<pad>", *(f"w{number}" for number in range(3, config["vocab_size"]))]
         words = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,7 +3,7 @@
     python3 scripts/measure_meshes.py one data=2 fsdp=2 --traces traces
     python3 scripts/measure_meshes.py fsdp=2 --options none xla_gpu_nccl_collective_max_nchannels=8 --steps 10
 
-`fastjax bench step` gives figures that count: each case in a process of its own, compared with the reference before.
+`fastjax bench step` gives figures that count: each case in a process of its own, first losses compared.
 This compares nothing, and is sooner done: losses of the same rows must agree. With --traces it shows for
 each card, in ms a step: all kernels but collectives, cuBLAS's products among them, collectives that nothing runs
 beside, and the time in which nothing runs.
@@ -12,6 +12,7 @@ beside, and the time in which nothing runs.
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from fastjax.bench.step.case import METHODS, StepCase, resolve_method
 from fastjax.bench.step.measure import PROFILED, measure
 from fastjax.bench.step.mesh import read_mesh
 from fastjax.bench.step.presets import PRESETS
-from fastjax.bench.step.profile import kind_of
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
 from fastjax.training.config.qat import NAMED
+
+#: Kernels by their names.
+COLLECTIVES = re.compile(r"nccl|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all|collective", re.IGNORECASE)
+PRODUCTS = re.compile(r"nvjet|cublas|cutlass|xmma|splitk", re.IGNORECASE)
 
 
 def of_each_card(kernels: Sequence[Kernel]) -> dict[str, dict[str, float]]:
@@ -34,10 +38,10 @@ def of_each_card(kernels: Sequence[Kernel]) -> dict[str, dict[str, float]]:
     found = {}
     for name in sorted({kernel.device for kernel in kernels}):
         own = [kernel for kernel in kernels if kernel.device == name]
-        others = [kernel for kernel in own if kind_of(kernel.name) != "collectives"]
+        others = [kernel for kernel in own if not COLLECTIVES.search(kernel.name)]
         whole = (max(kernel.end for kernel in own) - own[0].start) * 1e-6 / PROFILED
         busy, computes = milliseconds(own), milliseconds(others)
-        products = milliseconds(kernel for kernel in others if kind_of(kernel.name) == "cuBLAS, GEMM")
+        products = milliseconds(kernel for kernel in others if PRODUCTS.search(kernel.name))
         found[name] = {
             "step": whole, "computes": computes, "products": products, "exposed": busy - computes, "idle": whole - busy
         }  # fmt: skip
@@ -58,7 +62,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps before these; 1 where one takes long")
     parser.add_argument("--qat", choices=NAMED, help="quantisation-aware training, merge-aware with adapters")
-    parser.add_argument("--sum_once", action="store_true", help="on several devices, where a run would not too")
     parser.add_argument("--traces", type=Path, help="folder")
     parser.add_argument("--output", type=Path, help="JSON lines")
     arguments = parser.parse_args()
@@ -71,7 +74,7 @@ def main() -> None:
             compiler_options=() if options == "none" else tuple(options.split(",")), qat=arguments.qat, **full,
         )  # fmt: skip
         folder = None if arguments.traces is None else arguments.traces / str(number)
-        result = measure(case, folder, sum_once=case.mesh is not None if arguments.sum_once else None)
+        result = measure(case, folder)
         row = {
             "mesh": case.where, "options": options, "step_seconds": result.step_seconds,
             "tokens_per_second": result.tokens_per_second, "compile_seconds": result.compile_seconds,

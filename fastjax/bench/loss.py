@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fastjax.bench.tables import Bench, Beside, Case, number, word
+from fastjax.bench.options import DTYPES, option
+from fastjax.bench.tables import Bench
+from fastjax.bench.timing import Case
 from fastjax.errors import ConfigError
 from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import chunked_cross_entropy
@@ -22,68 +24,57 @@ from pallas_kernels.cross_entropy.implementations import Case as Call
 
 
 @dataclasses.dataclass(frozen=True)
-class LossCase:
-    """Settings of the measurement.
+class LossSettings:
+    """Settings of the measurement."""
 
-    Attributes:
-        tokens: rows and tokens a row.
-        shape: width of the model, and words.
-        chunks: tokens whose logits exist at once.
-        implementations: of the loss; None: all that the device has.
-        dtype: of activations, head and logits.
-        rounds: runs; their median counts.
-    """
-
-    tokens: tuple[int, int] = (4, 2048)
-    shape: tuple[int, int] = (4096, 128_256)
-    chunks: tuple[int, ...] = (512, 1024, 2048)
-    implementations: tuple[str, ...] | None = None
-    dtype: str = "bfloat16"
-    rounds: int = 9
+    tokens: tuple[int, int] = option((4, 2048), "rows, and tokens a row", nargs=2)
+    shape: tuple[int, int] = option((4096, 128_256), "width of the model, and words", nargs=2)
+    chunks: tuple[int, ...] = option((512, 1024, 2048), "tokens whose logits exist at once")
+    dtype: str = option("bfloat16", "of activations, head and logits", choices=DTYPES)
+    rounds: int = option(9, "runs of which the median counts")
 
 
-def tables(case: LossCase) -> Iterator[tuple[str, list[Case]]]:
+def tables(settings: LossSettings) -> Iterator[tuple[str, list[Case]]]:
     """The one table.
-
-    Args:
-        case: the settings.
 
     Raises:
         ConfigError: chunks that do not divide the tokens.
     """
-    (batch, length), (width, vocab) = case.tokens, case.shape
-    for chunk in case.chunks:
+    (batch, length), (width, vocab) = settings.tokens, settings.shape
+    for chunk in settings.chunks:
         if chunk % batch or length % (chunk // batch):
             raise ConfigError(f"--chunks: expected parts of {batch}×{length} tokens, all rows in each, got {chunk}")
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (batch, length, width), case.dtype)
-    weight = jax.random.normal(keys[1], (vocab, width), case.dtype) * jnp.asarray(width**-0.5, case.dtype)
+    hidden = jax.random.normal(keys[0], (batch, length, width), settings.dtype)
+    weight = jax.random.normal(keys[1], (vocab, width), settings.dtype) * jnp.asarray(width**-0.5, settings.dtype)
     targets = jax.random.randint(keys[2], (batch, length), 0, vocab, jnp.int32)
-    reasons = REGISTRY.reasons(Call(dispatch.target(), (batch, 1, vocab), case.dtype))
-    names = case.implementations or tuple(name for name, reason in reasons.items() if reason is None)
+    reasons = REGISTRY.reasons(Call(dispatch.target(), (batch, 1, vocab), settings.dtype))
+    names = [name for name, reason in reasons.items() if reason is None]
     cases = []
-    for chunk in case.chunks:
+    for chunk in settings.chunks:
         size = chunk // batch
         labels = {"part": "products", "implementation": None, "chunk": chunk}
         cases.append(Case(labels, products(size), (hidden, weight)))
         for name in names:
             labels = {"part": "loss", "implementation": name, "chunk": chunk}
             cases.append(Case(labels, loss(size, name), (hidden, weight, targets)))
-    yield f"head and loss · {batch}×{length} tokens · {width}×{vocab} · {case.dtype}", cases
+    yield f"head and loss · {batch}×{length} tokens · {width}×{vocab} · {settings.dtype}", cases
 
 
 BENCH = Bench(
-    LossCase,
+    "Time a frozen head with its loss, forward and backward to the input, by implementation and size of the chunks, "
+    "beside the two matrix products alone. The defaults suit a GPU.",
+    LossSettings,
     tables,
-    {"part": word("part"), "by": word("implementation"), "chunk": word("chunk")},
+    {"part": "part", "by": "implementation", "chunk": "chunk"},
     {
-        "over products": number("over_products", "+.3f"),
-        "GiB": number("temporary_bytes", lambda size: f"{size / 2**30:.3f}"),
+        "over products": ("over_products", "+,.0f"),
+        "temporary bytes": ("temporary_bytes", ",d"),
     },
     beside={
-        "over_products": Beside(
+        "over_products": (
             lambda row: None if row["part"] == "products" else {"part": "products", "chunk": row["chunk"]},
-            lambda row, products: row["milliseconds"] - products["milliseconds"],
+            lambda row, products: row["microseconds"] - products["microseconds"],
         )
     },
 )

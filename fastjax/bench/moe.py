@@ -15,39 +15,30 @@ import jax.numpy as jnp
 
 from fastjax.bench import torch_peers
 from fastjax.bench.lora import forward_and_backward
-from fastjax.bench.nf4 import packed_weights
-from fastjax.bench.tables import Bench, Case, number, word
+from fastjax.bench.options import DTYPES, option
+from fastjax.bench.tables import Bench
+from fastjax.bench.timing import Case
 from fastjax.lora.experts import Arrays, Block, routed_experts
 from fastjax.lora.rank_products import Part
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx, grouped_nf4_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.shapes import BENCHMARK, BLOCK, FEW, Shape
-from pallas_kernels.moe_routing import Order, RouterSettings, combine, route, sort_by_expert
+from pallas_kernels.moe_routing import Order, RouterSettings, route, sort_by_expert
+
+#: Parts of the benchmark → the shapes at which they are measured. The block's `out` is gate and up together.
+SHAPES = {"products": BENCHMARK, "formats": (*BENCHMARK, FEW), "block": (BLOCK,)}
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeCase:
-    """Settings of the measurement.
+class MoeSettings:
+    """Settings of the measurement."""
 
-    Attributes:
-        parts: of "products", "formats", "few" (4-bit experts with few rows) and "block".
-        shapes: of the products.
-        few: of 4-bit experts with few rows.
-        block: of the block: out is the width of gate and up together, in the model's.
-        ranks: of the adapters on the block's experts; 0: none.
-        dtype: of the activations.
-        rounds: runs; their median counts.
-    """
-
-    parts: tuple[str, ...] = ("products", "formats", "few", "block")
-    shapes: tuple[Shape, ...] = BENCHMARK
-    few: Shape = FEW
-    block: Shape = BLOCK
-    ranks: tuple[int, ...] = (0, 16)
-    dtype: str = "bfloat16"
-    rounds: int = 9
+    parts: tuple[str, ...] = option(tuple(SHAPES), "products over groups, 4-bit experts, the block", choices=SHAPES)
+    ranks: tuple[int, ...] = option((0, 16), "of the adapters on the block's experts; 0: none", type=int, metavar="R")
+    dtype: str = option("bfloat16", "of the activations", choices=DTYPES)
+    rounds: int = option(9, "runs of which the median counts")
 
 
 class _Routed(NamedTuple):
@@ -60,22 +51,12 @@ class _Routed(NamedTuple):
     order: Order
 
 
-def tables(case: MoeCase) -> Iterator[tuple[str, list[Case]]]:
-    """A table for each part, of each shape that it is measured at.
-
-    Args:
-        case: the settings.
-    """
-    parts = {
-        "products": (_products, case.shapes),
-        "formats": (_formats, case.shapes),
-        "few": (_formats, (case.few,)),
-        "block": (lambda case, shape: _blocks(case), (case.block,)),
-    }
-    for part in case.parts:
-        make, shapes = parts[part]
-        for shape in shapes:
-            yield f"Mixtures: {part} · {case.dtype}", list(make(case, shape))
+def tables(settings: MoeSettings) -> Iterator[tuple[str, list[Case]]]:
+    """A table for each part, of each shape that it is measured at."""
+    make = {"products": _products, "formats": _formats, "block": _blocks}
+    for part in settings.parts:
+        for shape in SHAPES[part]:
+            yield f"Mixtures: {part} · {settings.dtype}", list(make[part](settings, shape))
 
 
 def random_order(shape: Shape, key: jax.Array) -> Order:
@@ -89,22 +70,22 @@ def random_order(shape: Shape, key: jax.Array) -> Order:
     return sort_by_expert(jax.lax.top_k(logits, shape.experts_per_token)[1], shape.experts)
 
 
-def _routed(case: MoeCase, shape: Shape) -> _Routed:
+def _routed(settings: MoeSettings, shape: Shape) -> _Routed:
     keys = jax.random.split(jax.random.key(0), 4)
 
     @jax.jit
     def draw():
-        x = jax.random.normal(keys[0], (shape.tokens, shape.into), case.dtype)
-        w = jax.random.normal(keys[1], (shape.experts, shape.out, shape.into), case.dtype) * 0.02
-        dy = jax.random.normal(keys[2], (shape.rows, shape.out), case.dtype)
+        x = jax.random.normal(keys[0], (shape.tokens, shape.into), settings.dtype)
+        w = jax.random.normal(keys[1], (shape.experts, shape.out, shape.into), settings.dtype) * 0.02
+        dy = jax.random.normal(keys[2], (shape.rows, shape.out), settings.dtype)
         order = random_order(shape, keys[3])
-        return _Routed(x, x[order.rows], w.astype(case.dtype), dy, order)
+        return _Routed(x, x[order.rows], w.astype(settings.dtype), dy, order)
 
     return draw()
 
 
-def _products(case: MoeCase, shape: Shape) -> Iterator[Case]:
-    x, sorted_x, w, dy, order = _routed(case, shape)
+def _products(settings: MoeSettings, shape: Shape) -> Iterator[Case]:
+    x, sorted_x, w, dy, order = _routed(settings, shape)
     sizes, rows = order.group_sizes, order.rows
     passes: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...]]] = {
         "forward": (MATMUL, grouped_matmul, (sorted_x, w, sizes)),
@@ -121,7 +102,7 @@ def _products(case: MoeCase, shape: Shape) -> Iterator[Case]:
     even = sorted_x[: shape.rows // shape.experts * shape.experts].reshape(shape.experts, -1, shape.into)
     product = functools.partial(jnp.einsum, "xmk,xnk->xmn")
     yield Case(_labels(shape, "even groups", "vendor"), product, (even, w), flops=shape.flops)
-    for name, timed in torch_peers.grouped_products(shape, case.dtype, jax.device_get(sizes)).items():
+    for name, timed in torch_peers.grouped_products(shape, settings.dtype, jax.device_get(sizes)).items():
         yield Case(_labels(shape, name, "torch"), timed, flops=shape.flops)
 
 
@@ -133,75 +114,46 @@ def _gathered(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda first, second, sizes, rows, **options: function(first, second, sizes, rows=rows, **options)
 
 
-def _formats(case: MoeCase, shape: Shape) -> Iterator[Case]:
+def _formats(settings: MoeSettings, shape: Shape) -> Iterator[Case]:
     """The product with experts in 16 and in 4 bits, as models compute it."""
-    x, _, w, _, order = _routed(case, shape)
-    [(codes, absmax)] = packed_weights((shape.experts * shape.out, shape.into), 1)
-    packed = NF4Weight(
-        codes.reshape(shape.experts, shape.out, -1),
-        absmax.reshape(shape.experts, shape.out, -1),
-        *[None] * 4,
-        shape=(shape.out, shape.into),
-        parts=(shape.out,),
-        dtype=case.dtype,
-    )
-    micro = MXFP4Weight(
-        packed.codes,
-        jnp.full((shape.experts, shape.out, shape.into // 32), 127, jnp.uint8),
-        shape=(shape.out, shape.into),
-        dtype=case.dtype,
-    )
-    sizes, rows = order.group_sizes, order.rows
+    x, _, w, _, order = _routed(settings, shape)
+    size = shape.out, shape.into
+    packed = jax.jit(jax.vmap(functools.partial(NF4Weight.quantize, nested=False)))(w)
+    scales = jnp.full((shape.experts, shape.out, shape.into // 32), 127, jnp.uint8)
+    micro = MXFP4Weight(packed.codes, scales, shape=size, dtype=settings.dtype)
+    arguments = x, order.group_sizes, order.rows
+    yield Case(_labels(shape, "16 bits", ""), _gathered(grouped_matmul), (x, w, *arguments[1:]), flops=shape.flops)
 
     def product(weight, x, sizes, rows):
         return weight.grouped_matmul(x, sizes, rows=rows)
 
-    operations: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "16 bits": (_gathered(grouped_matmul), (x, w, sizes, rows)),
-        "NF4": (product, (packed, x, sizes, rows)),
-        "NF4, decoded first": (
-            lambda weight, x, sizes, rows: grouped_nf4_matmul(
-                x,
-                weight.codes,
-                weight.absmax,
-                sizes,
-                shape=weight.shape,
-                rows=rows,
-                weight_dtype=case.dtype,
-                implementation="decode_first",
-            ),
-            (packed, x, sizes, rows),
-        ),
-        "MXFP4": (product, (micro, x, sizes, rows)),
-    }
-    for name, (function, arguments) in operations.items():
-        yield Case(_labels(shape, name, ""), function, arguments, flops=shape.flops)
+    for name, weight in (("NF4", packed), ("MXFP4", micro)):
+        yield Case(_labels(shape, name, ""), product, (weight, *arguments), flops=shape.flops)
 
 
-def _blocks(case: MoeCase) -> Iterator[Case]:
-    shape = case.block
+def _blocks(settings: MoeSettings, shape: Shape) -> Iterator[Case]:
     features, width = shape.out // 2, shape.into
     keys = iter(jax.random.split(jax.random.key(0), 12))
 
-    def draw(*sizes: int, dtype: str = case.dtype) -> jax.Array:
+    def draw(*sizes: int, dtype: str = settings.dtype) -> jax.Array:
         return (0.02 * jax.random.normal(next(keys), sizes)).astype(dtype)
 
     x, dout = 50 * draw(shape.tokens, width), 50 * draw(shape.tokens, width)
     router = draw(shape.experts, width, dtype="float32")
     gate_up, down = draw(shape.experts, shape.out, width), draw(shape.experts, width, features)
-    settings = RouterSettings(shape.experts_per_token, normalize=True)
+    routing = RouterSettings(shape.experts_per_token, normalize=True)
 
     def pass_of(block: Block):
         def forward(matrices, frozen, x):
             router, gate_up, down = frozen
-            chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), settings)
+            chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), routing)
             arrays = Arrays(gate_up, None, down, None, matrices)
             return routed_experts(block, x, chosen.weights, chosen.experts, arrays)
 
         return forward_and_backward(forward)
 
     flops = 3 * shape.flops  # gate and up, and half as much for down; forward and backward in x
-    for rank in case.ranks:
+    for rank in settings.ranks:
         parts = Part("gate_up_proj", shape.out, rank, 2.0), Part("down_proj", width, rank, 2.0)
         matrices = {
             part.name: (
@@ -215,19 +167,12 @@ def _blocks(case: MoeCase) -> Iterator[Case]:
         arguments = (matrices, (router, gate_up, down), x, dout)
         yield Case(_labels(shape, "block", f"r={rank}" if rank else "frozen"), pass_of(block), arguments, flops=flops)
 
-    def movement(y, router, x):
-        """All of the block but its products: routing and the weighted sum."""
-        chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), settings)
-        return combine(y, chosen.weights, sort_by_expert(chosen.experts, shape.experts))
-
-    arguments = (draw(shape.rows, width), router, x, dout)
-    yield Case(_labels(shape, "routing and weighted sum", ""), forward_and_backward(movement), arguments)
-
 
 BENCH = Bench(
-    MoeCase,
+    "Time products over groups of rows and their gradients, experts in 4 bits, and a Qwen3-MoE block forward and "
+    "backward, with tokens routed at random. The defaults suit a GPU.",
+    MoeSettings,
     tables,
-    {"shape": word("shape"), "": word("operation"), "by": word("implementation")},
-    {"TFLOP/s": number("teraflops_per_second", ",.0f")},
-    "microseconds",
+    {"shape": "shape", "": "operation", "by": "implementation"},
+    {"TFLOP/s": ("teraflops_per_second", ",.0f")},
 )

@@ -24,87 +24,55 @@ import jax
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
 
 _WORKERS = 12
+_LONGEST_REASON = 160
 #: Modules of the trace are so called, and numbered.
 _NAME = "measured_call_"
 
 
-class Call(NamedTuple):
-    """A function to be timed.
+#: A line of a table by the names that its JSON has.
+Row = dict[str, Any]
+#: Another library's own way of timing an operation: of the number of rounds, seconds in each of them.
+Timed = Callable[[int], list[float]]
+
+
+class Case(NamedTuple):
+    """An operation to be timed.
 
     Attributes:
-        function: of `arguments`; it is jitted here.
-        arguments: arrays on the device; to compile alone, their shapes suffice.
+        labels: what tells it from others, by the names of its JSON.
+        function: of `arguments`; without these its own way of timing (`Timed`), or an Exception: why there is none.
+        arguments: arrays on the device.
         calls: operations of the counted kind in a run.
+        flops: of an operation; None: no rate.
+        nbytes: that an operation must move; None: no rate.
     """
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    labels: Mapping[str, Any]
+    function: Any
+    arguments: tuple[Any, ...] | None = None
     calls: int = 1
+    flops: float | None = None
+    nbytes: float | None = None
 
 
-class Timing(NamedTuple):
-    """Seconds of one operation.
-
-    Attributes:
-        median: over the rounds.
-        best: smallest.
-        worst: largest.
-        source: "kernels" (device time of the kernels), "wall clock", or a peer's.
-        temporary_bytes: the program's, as the compiler plans; None: it does not say.
-    """
-
-    median: float
-    best: float
-    worst: float
-    source: str
-    temporary_bytes: int | None = None
-
-
-def timing_of(seconds: Sequence[float], source: str, temporary_bytes: int | None = None) -> Timing:
-    """The timing of an operation from its seconds in each round."""
-    return Timing(statistics.median(seconds), min(seconds), max(seconds), source, temporary_bytes)
-
-
-def compile_all(calls: Sequence[Call]) -> list[Any]:
-    """Compile side by side.
+def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
+    """Compile side by side, warm up, and time by turns; cases with their own way of timing after the others.
 
     Args:
-        calls: the functions.
+        cases: the operations.
+        rounds: how often each runs; their median counts.
 
     Returns:
-        Each compiled, or why it cannot be.
+        For each case its labels, its median, best and worst time in microseconds, its rates, the bytes of its
+        temporaries as the compiler plans, and the `source` of the time; without a time `reason` says why.
     """
-    return side_by_side([functools.partial(_compile, number, call) for number, call in enumerate(calls)])
-
-
-def side_by_side(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The result of each job, or its error; the jobs run in threads."""
-
-    def attempt(job: Callable[[], Any]) -> Any:
-        try:
-            return job()
-        except Exception as error:
-            return error
-
+    own = {number: case for number, case in enumerate(cases) if case.arguments is not None}
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
-        return list(pool.map(attempt, jobs))
-
-
-def measure(calls: Sequence[Call], rounds: int = 9) -> list[Timing | Exception]:
-    """Compile side by side, warm up, and time by turns.
-
-    Args:
-        calls: the functions.
-        rounds: how often each runs.
-
-    Returns:
-        The time of one operation of each, or why it cannot be compiled or run.
-    """
-    found = compile_all(calls)
+        found: dict[int, Any] = dict(zip(own, pool.map(_compile, own, own.values()), strict=True))
     ready = {
-        number: functools.partial(found[number], *call.arguments)
-        for number, call in enumerate(calls)
-        if not isinstance(found[number], Exception)
+        number: functools.partial(program, *(own[number].arguments or ()))
+        for number, program in found.items()
+        if not isinstance(program, Exception)
     }
     for number, run in list(ready.items()):
         try:
@@ -121,22 +89,62 @@ def measure(calls: Sequence[Call], rounds: int = 9) -> list[Timing | Exception]:
             kernels = _kernel_seconds(Path(folder), rounds)
     else:
         wall = _run(ready, rounds)
-    for number in ready:
-        source = "kernels" if number in kernels else "wall clock"
-        totals = (kernels if source == "kernels" else wall)[number]
-        plan = found[number].memory_analysis()
-        planned = None if plan is None else plan.temp_size_in_bytes
-        found[number] = timing_of([total / calls[number].calls for total in totals], source, planned)
-    return found
+    rows = []
+    for number, case in enumerate(cases):
+        if number in ready:
+            plan = found[number].memory_analysis()
+            source, totals = ("kernels", kernels[number]) if number in kernels else ("wall clock", wall[number])
+            seconds = [total / case.calls for total in totals]
+            rows.append(_row(case, seconds, source, None if plan is None else plan.temp_size_in_bytes))
+        else:
+            rows.append(_row(case, found.get(number) or _of_another(case.function, rounds), "events"))
+    return rows
 
 
-def _compile(number: int, call: Call) -> Callable[..., Any]:
+def _of_another(timed: Timed | Exception, rounds: int) -> list[float] | Exception:
+    try:
+        return timed if isinstance(timed, Exception) else timed(rounds)
+    except Exception as error:  # whatever another library raises
+        return error
+
+
+def _row(case: Case, found: list[float] | Exception, source: str, temporary_bytes: int | None = None) -> Row:
+    """A case's figures, from the seconds of an operation in each round or from the reason that there are none."""
+    reason = why(found) if isinstance(found, Exception) else None
+    seconds = [] if isinstance(found, Exception) else found
+    median = statistics.median(seconds) if seconds else None
+    rates = {"teraflops_per_second": (case.flops, 1e12), "gigabytes_per_second": (case.nbytes, 1e9)}
+    return {
+        **case.labels,
+        "microseconds": median and 1e6 * median,
+        "best": 1e6 * min(seconds) if seconds else None,
+        "worst": 1e6 * max(seconds) if seconds else None,
+        **{name: amount / median / size if amount and median else None for name, (amount, size) in rates.items()},
+        "temporary_bytes": temporary_bytes,
+        "source": source if seconds else None,
+        "reason": reason,
+    }
+
+
+def why(error: Exception) -> str:
+    """The reason why something does not run, in a line."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    refused = re.fullmatch(r".*: implementation '\w+' cannot serve this call: (.*) \(pass implementation.*", words)
+    return (refused[1] if refused else words)[:_LONGEST_REASON]
+
+
+def _compile(number: int, case: Case) -> Any:
+    """The program of a case, or why there is none."""
+
     def named(*arguments):
-        return call.function(*arguments)
+        return case.function(*arguments)
 
     named.__name__ = f"{_NAME}{number}"
     options: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
-    return jax.jit(named).lower(*call.arguments).compile(compiler_options=options)
+    try:
+        return jax.jit(named).lower(*(case.arguments or ())).compile(compiler_options=options)
+    except Exception as error:
+        return error
 
 
 def _run(ready: Mapping[int, Callable[[], Any]], rounds: int) -> dict[int, list[float]]:

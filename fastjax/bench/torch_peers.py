@@ -11,49 +11,51 @@ from typing import Any
 
 import numpy as np
 
-from fastjax.bench.tables import Timed
-from fastjax.bench.timing import Timing, timing_of
+from fastjax.bench.timing import Timed
 from pallas_kernels.grouped_matmul.shapes import Shape
 
 _CALLS = 8
 
 
-def nf4_decodes(shape: tuple[int, int], dtype: str, count: int) -> dict[str, Timed]:
-    """One decode.
+def nf4(
+    shape: tuple[int, int], dtype: str, count: int, rows: int | None = None, gradient: bool = False
+) -> dict[str, Timed]:
+    """One decode, product or gradient of x.
 
     Args:
         shape: (out, in) of the weight.
-        dtype: of the result.
+        dtype: of the decoded weight and of x.
         count: weights that are taken in turn.
+        rows: of x in the product; None: a decode alone.
+        gradient: of x in place of the product.
     """
     torch = _torch("bitsandbytes")
-
-    def timed(decode: Callable[..., Any]) -> Timed:
-        return lambda rounds: time_calls(
-            torch, [lambda w=w: decode(*w) for w in _weights(torch, shape, dtype, count)], rounds
-        )
-
-    return {} if torch is None else {name: timed(decode) for name, decode in _decoders(dtype).items()}
-
-
-def nf4_products(shape: tuple[int, int], dtype: str, rows: int, gradient: bool, count: int) -> dict[str, Timed]:
-    """One product, or its gradient in x; arguments as `nf4_decodes`, and the rows of x."""
-    torch = _torch("bitsandbytes")
+    if torch is None:
+        return {}
+    decoders = {"bitsandbytes": import_module("bitsandbytes.functional").dequantize_4bit}
+    unsloth = import_module("unsloth.kernels.utils") if dtype != "float32" else None
+    if unsloth is not None:
+        decoders["unsloth"] = unsloth.fast_dequantize
 
     def timed(name: str, decode: Callable[..., Any]) -> Timed:
-        def run(rounds: int) -> Timing:
-            x = torch.randn(rows, shape[0 if gradient else 1], device="cuda", dtype=getattr(torch, dtype))
-            weights = _weights(torch, shape, dtype, count)
+        def call(x: Any, weight: Any) -> Callable[[], Any]:
+            if x is None:
+                return lambda: decode(*weight)
             if name == "bitsandbytes" and not gradient:
                 multiply = import_module("bitsandbytes").matmul_4bit
-                calls = [lambda w=w: multiply(x, w[0].t(), quant_state=w[1]) for w in weights]
-            else:  # as both libraries do
-                calls = [lambda w=w: torch.matmul(x, decode(*w) if gradient else decode(*w).t()) for w in weights]
-            return time_calls(torch, calls, rounds)
+                return lambda: multiply(x, weight[0].t(), quant_state=weight[1])
+            return lambda: torch.matmul(x, decode(*weight) if gradient else decode(*weight).t())  # as both libraries do
+
+        def run(rounds: int) -> list[float]:
+            quantize, kind = import_module("bitsandbytes.functional").quantize_4bit, getattr(torch, dtype)
+            x = None if rows is None else torch.randn(rows, shape[0 if gradient else 1], device="cuda", dtype=kind)
+            made = (torch.randn(*shape, device="cuda", dtype=kind) for _ in range(count))
+            weights = [quantize(weight, quant_type="nf4", blocksize=64) for weight in made]
+            return time_calls(torch, [call(x, weight) for weight in weights], rounds)
 
         return run
 
-    return {} if torch is None else {name: timed(name, decode) for name, decode in _decoders(dtype).items()}
+    return {name: timed(name, decode) for name, decode in decoders.items()}
 
 
 def grouped_products(shape: Shape, dtype: str, group_sizes: np.ndarray) -> dict[str, Timed]:
@@ -69,7 +71,7 @@ def grouped_products(shape: Shape, dtype: str, group_sizes: np.ndarray) -> dict[
         return {}
 
     def timed(call: Callable[..., Any]) -> Timed:
-        def run(rounds: int) -> Timing:
+        def run(rounds: int) -> list[float]:
             ends = torch.tensor(np.cumsum(group_sizes), dtype=torch.int32, device="cuda")
             sizes = (shape.rows, shape.into), (shape.experts, shape.out, shape.into), (shape.rows, shape.out)
             x, w, dy = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes)
@@ -105,27 +107,13 @@ def _torch(*others: str) -> Any:
     return torch if there else None
 
 
-def _decoders(dtype: str) -> dict[str, Callable[..., Any]]:
-    found = {"bitsandbytes": import_module("bitsandbytes.functional").dequantize_4bit}
-    unsloth = import_module("unsloth.kernels.utils") if dtype != "float32" else None
-    if unsloth is not None:
-        found["unsloth"] = unsloth.fast_dequantize
-    return found
-
-
-def _weights(torch: Any, shape: tuple[int, int], dtype: str, count: int) -> list[tuple[Any, Any]]:
-    quantize = import_module("bitsandbytes.functional").quantize_4bit
-    made = (torch.randn(*shape, device="cuda", dtype=getattr(torch, dtype)) for _ in range(count))
-    return [quantize(weight, quant_type="nf4", blocksize=64) for weight in made]
-
-
-def time_calls(torch: Any, calls: Sequence[Callable[[], Any]], rounds: int) -> Timing:
-    """Seconds of one call, by events around the replay of a CUDA graph of all of them.
+def time_calls(torch: Any, calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Seconds of one call in each round, by events around the replay of a CUDA graph of all of them.
 
     Args:
         torch: the module.
         calls: without arguments.
-        rounds: runs; their median counts.
+        rounds: runs.
     """
     for call in calls:
         call()
@@ -141,4 +129,4 @@ def time_calls(torch: Any, calls: Sequence[Callable[[], Any]], rounds: int) -> T
         end.record()
         torch.cuda.synchronize()
         seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return timing_of(seconds[2:], "events")
+    return seconds[2:]

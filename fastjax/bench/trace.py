@@ -15,7 +15,6 @@ class Kernel(NamedTuple):
         device: name of its plane, such as "/device:GPU:0".
         name: its own.
         module: the compiled program's, such as "jit_step".
-        op: the instruction of that program.
         start: in nanoseconds.
         end: likewise.
     """
@@ -23,7 +22,6 @@ class Kernel(NamedTuple):
     device: str
     name: str
     module: str
-    op: str
     start: float
     end: float
 
@@ -46,9 +44,8 @@ def read_kernels(folder: Path) -> list[Kernel]:
                     continue
                 for event in line.events:
                     facts = dict(event.stats)
-                    module, op = str(facts.get("hlo_module", "")), str(facts.get("hlo_op", ""))
-                    end = event.start_ns + event.duration_ns
-                    found.append(Kernel(plane.name, event.name, module, op, event.start_ns, end))
+                    module, end = str(facts.get("hlo_module", "")), event.start_ns + event.duration_ns
+                    found.append(Kernel(plane.name, event.name, module, event.start_ns, end))
     return sorted(found, key=lambda kernel: kernel.start)
 
 

@@ -10,8 +10,7 @@ from PIL import Image
 
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
-from fastjax.bench.step.run import _json
-from fastjax.bench.step.table import Line
+from fastjax.bench.step.table import Line, rows_of
 from fastjax.parallel import MeshShape
 
 CASE = StepCase("llama3-8b", 4, 2048, "projections", "scan", lengths=(100, 200), compiler_options=("xla_a=1",))
@@ -29,7 +28,8 @@ def write(tmp_path):
     """Writes lines as a measurement does."""
 
     def write(name, *lines, day="2026-11-23"):
-        (tmp_path / name).write_bytes(_json(lines, {"date": day, "command": "fastjax bench step"}))
+        rows = rows_of(lines, date=day, command="fastjax bench step")
+        (tmp_path / name).write_text(json.dumps(rows), encoding="utf-8")
         return tmp_path
 
     return write

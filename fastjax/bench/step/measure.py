@@ -1,4 +1,4 @@
-"""One case, in this process: model, compilation, steps, and a profile of three more.
+"""One case, in this process: model, compilation, steps, and a trace of three more.
 
 The time of a step is the median from one step's end to the next one's, each dispatched before the step ahead of it has
 ended, as in training; compiling is timed apart. A figure is given only for steps that train: every loss and gradient is
@@ -6,24 +6,21 @@ finite, and every trained array has a gradient.
 """
 
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from fastjax.bench.step.build import build_model, filled, first_state, make_batch
+from fastjax.bench.step.build import build_model, documents_of, make_batch
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.check import Reference, fault_of, make_reference
 from fastjax.bench.step.mesh import open_case_mesh
-from fastjax.bench.step.profile import Profile, scopes_of, summarize
-from fastjax.bench.trace import read_kernels
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
@@ -34,7 +31,7 @@ from fastjax.training.health import GradientCheck, leaf_names
 from fastjax.training.metrics import peak_memory
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.placement import start_on_mesh
-from fastjax.training.step import TrainState, make_train_step
+from fastjax.training.step import TrainState, init_state, make_train_step
 from pallas_kernels.attention import attention_implementation
 
 _RATE = 1e-4
@@ -58,9 +55,8 @@ class StepResult:
             count.
         step_bytes: arguments and temporaries of the step on a device by the compiler's plan.
         losses: of every step, warm-up included.
-        profile: where the time of further steps goes; None: none was asked for, or there is no GPU.
         error: the device cannot serve the case.
-        fault: the step does not train, or not what the reference does.
+        fault: the step does not train, or not what the others of its call do.
     """
 
     device: str
@@ -73,78 +69,46 @@ class StepResult:
     peak_bytes: int | None = None
     step_bytes: int | None = None
     losses: Sequence[float] = ()
-    profile: Profile | None = None
     error: str | None = None
     fault: str | None = None
 
-    @property
-    def held_bytes(self) -> int | None:
-        """The allocator's peak, or what the compiler plans where there is no count."""
-        return self.step_bytes if self.peak_bytes is None else self.peak_bytes
 
-
-def measure(case: StepCase, profile: Path | None = None, *, sum_once: bool | None = None) -> StepResult:
+def measure(case: StepCase, profile: Path | None = None) -> StepResult:
     """Build the model, compile the step, time it.
 
     Args:
         case: the settings.
         profile: folder for a trace of further steps; None: no trace.
-        sum_once: as for `make_train_step`; None: as in a run.
 
     Raises:
-        ConfigError: settings that the model does not take.
+        ConfigError: settings that the model or the devices do not take.
     """
-    return _guarded("", _measure, case, profile, sum_once)
-
-
-def check(small: Sequence[StepCase]) -> list[StepResult]:
-    """Compare small steps with their reference: results without figures, whose faults or errors speak against one.
-
-    Args:
-        small: of `small.small_step`, with one `small.reference_step`.
-
-    Raises:
-        ConfigError: settings that the model does not take.
-    """
-    reference: Reference | None = None
-
-    def compare(case: StepCase) -> StepResult:
-        nonlocal reference
-        reference = reference or make_reference(case)
-        return _result(fault=fault_of(case, reference))
-
-    return [_guarded(" beside the reference", compare, case) for case in small]
+    try:
+        return _measure(case, profile)
+    except TrainingError as fault:
+        return _result(fault=str(fault))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _result(error="out of memory")
 
 
 def _result(**found: Any) -> StepResult:
     return StepResult(jax.devices()[0].device_kind, jax.__version__, **found)
 
 
-def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -> StepResult:
-    try:
-        return function(*arguments)
-    except TrainingError as fault:
-        return _result(fault=str(fault))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return _result(error=f"out of memory{where}")
-
-
-def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> StepResult:
+def _measure(case: StepCase, profile: Path | None) -> StepResult:
     mesh = open_case_mesh(case)
-    case, documents = filled(case)
     model = build_model(case, mesh)
     total = case.warmup + case.steps
     rule = OptimizerConfig(name=case.optimizer, learning_rate=_RATE)  # pyright: ignore[reportArgumentType]
     optimizer = make_optimizer(rule, total, offload=case.offload_optimizer)
-    tokens = case.step_rows * case.seq if documents is None else sum(map(sum, documents))
-    length = case.seq if documents is None else attended_length([n for row in documents for n in row])
-    flops = tokens * flops_per_token(model.config, model.trainable, length)
+    lengths = [length for row in documents_of(case) for length in row]
+    tokens = sum(lengths)
+    flops = tokens * flops_per_token(model.config, model.trainable, attended_length(lengths))
     names, dtype = leaf_names(model.trainable, model.plan), str(model.dtype)
-    batch = make_batch(case, model.config.vocab_size, documents)
-    once = sums_once(model, mesh) if sum_once is None else sum_once
-    options = {"mesh": mesh, "sum_once": once, "compiler_options": case.options}
+    batch = make_batch(case, model.config.vocab_size)
+    options = {"mesh": mesh, "sum_once": sums_once(model, mesh), "compiler_options": case.xla_options}
     step: Any = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
     arguments = _placed(model, optimizer, batch, step, mesh)
 
@@ -171,7 +135,11 @@ def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> Ste
     jax.block_until_ready(state)
     seconds = [end - start for start, end in itertools.pairwise(ends)]
     peak = peak_memory()
-    found = None if profile is None else _profiled(compiled, state, (frozen, batch), profile)
+    if profile is not None:
+        with jax.profiler.trace(str(profile)):
+            for _ in range(PROFILED):
+                state, metrics = compiled(state, frozen, batch)
+            jax.block_until_ready((state, metrics))
     median, plan = statistics.median(seconds[case.warmup :]), compiled.memory_analysis()
     return _result(
         dtype=dtype,
@@ -182,7 +150,6 @@ def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> Ste
         peak_bytes=peak,
         step_bytes=None if plan is None else plan.argument_size_in_bytes + plan.temp_size_in_bytes,
         losses=losses,
-        profile=found,
     )
 
 
@@ -190,21 +157,12 @@ def _placed(
     model: LanguageModel, optimizer: optax.GradientTransformation, batch: Batch, step: Any, mesh: Mesh | None
 ) -> tuple[TrainState, Any, Batch]:
     """The step's arguments; the state has a copy of what is trained."""
-    begin = functools.partial(_begin, model, optimizer)
+    scale = 2.0**12 if model.dtype == jnp.float16 else None  # that no gradient of such a model exceeds
+
+    def begin(trainable: Any) -> TrainState:
+        return init_state(trainable, optimizer, jax.random.key(0), scale)
+
     if mesh is None:
         return begin(model.trainable), model.frozen, batch
     state, frozen = start_on_mesh(begin, model.trainable, model.frozen, batch, step)
     return state, frozen, place(batch, row_shardings(batch, mesh))
-
-
-def _begin(model: LanguageModel, optimizer: optax.GradientTransformation, trainable: Any) -> TrainState:
-    return first_state(model.replace(trainable=trainable), optimizer)
-
-
-def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) -> Profile | None:
-    """Trace steps into the folder, and summarize the kernels there."""
-    with jax.profiler.trace(str(folder)):
-        for _ in range(PROFILED):
-            state, metrics = compiled(state, *others)
-        jax.block_until_ready((state, metrics))
-    return summarize(read_kernels(folder), PROFILED, scopes_of(compiled.as_text()))

@@ -1,18 +1,14 @@
 """The meshes of a measurement: read from the command line, and refused where a case does not suit them."""
 
 import re
-from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape
 from fastjax.parallel.checks import check_mesh, check_rows
 from fastjax.runs.mesh import open_mesh
-
-ONE = "one"
 
 
 def read_mesh(text: str) -> MeshShape | None:
@@ -24,15 +20,13 @@ def read_mesh(text: str) -> MeshShape | None:
     Raises:
         ConfigError: it is neither.
     """
-    if text == ONE:
+    if text == "one":
         return None
     axes = [re.fullmatch(r"(\w+)=([1-9]\d{0,3})", part) for part in text.split(",")]
     sizes = {found[1]: int(found[2]) for found in axes if found and found[1] in MeshShape._fields}
     if len(sizes) != len(axes):
         known = ", ".join(MeshShape._fields)
-        raise ConfigError(
-            f"bench step: --mesh: expected {ONE}, or sizes of {known} such as fsdp=2,tensor=2, got {text}"
-        )
+        raise ConfigError(f"bench step: --mesh: expected one, or sizes of {known} such as fsdp=2,tensor=2, got {text}")
     shape = MeshShape(**sizes)
     return None if shape.size == 1 else shape
 
@@ -52,28 +46,7 @@ def open_case_mesh(case: StepCase) -> Mesh | None:
     try:
         mesh = open_mesh(shape)
         check_mesh(case.config, shape)
-        check_rows(case.step_rows, filled(case)[0].seq, shape)
+        check_rows(case.step_rows, case.seq, shape)
     except ConfigError as error:
         raise ConfigError(f"bench step: --mesh {shape}: {error}") from error
-    for option, given in {
-        "offload_embedding": case.offload_embedding,
-        "offload_layers": case.offload_layers,
-        "offload_optimizer": case.offload_optimizer,
-        "mlp_chunk": shape.tensor > 1 and case.mlp_chunk is not None,
-    }.items():
-        if given:
-            raise ConfigError(f"bench step: --{option}: expected it without --mesh {shape}")
     return mesh
-
-
-def check_meshes(cases: Sequence[StepCase]) -> None:
-    """Refuse cases whose meshes this machine or their model does not suit.
-
-    Args:
-        cases: the settings.
-
-    Raises:
-        ConfigError: of the first that is refused.
-    """
-    for case in cases:
-        open_case_mesh(case)

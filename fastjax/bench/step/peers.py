@@ -6,7 +6,6 @@ the case recomputes products it offloads the layers' inputs ("unsloth"), else it
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -14,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ import ml_dtypes
 import numpy as np
 from tokenizers import Tokenizer, models
 
+from convert.checkpoint import CONFIG, write_config, write_shards
 from convert.families import family_for
 from convert.quantize import quantize
-from fastjax.bench.model_folder import make_model
 from fastjax.bench.step.build import adapted_modules, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
@@ -50,25 +49,16 @@ def why_not(case: StepCase) -> str | None:
     Args:
         case: the settings.
     """
-    if importlib.util.find_spec("unsloth") is None:
-        return "not installed"
-    if case.mesh is not None:
-        return "measured on one device alone"
-    if case.config.moe is not None:
-        return "a mixture's adapters are on other modules there"
-    if case.lengths is not None:
-        return "rows of several documents are prepared otherwise there"
-    if case.dtype not in (None, "bfloat16"):
-        return f"measured in bfloat16 alone, not in {case.dtype}"
-    usual = "bfloat16" if case.full else "float32"
-    if case.param_dtype != usual:
-        return f"what it trains is in {usual}, not in {case.param_dtype}"
-    return None
-
-
-def label() -> str:
-    """Its name with its version."""
-    return f"Unsloth {importlib.metadata.version('unsloth')}"
+    usual = "bfloat16" if case.method == "full" else "float32"
+    reasons = {
+        "not installed": importlib.util.find_spec("unsloth") is None,
+        "measured on one device alone": case.mesh is not None,
+        "a mixture's adapters are on other modules there": case.config.moe is not None,
+        "rows of several documents are prepared otherwise there": case.lengths is not None,
+        f"measured in bfloat16 alone, not in {case.dtype}": case.dtype not in (None, "bfloat16"),
+        f"what it trains is in {usual}, not in {case.param_dtype}": case.param_dtype != usual,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
@@ -92,24 +82,35 @@ def measure_unsloth(case: StepCase) -> StepResult:
     with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
         os.chdir(folder)  # it writes what it compiles into the working directory
         try:
-            return _measure(case, _write_model(case, Path(folder)))
+            return _measure(case, _write_folder(case, Path(folder)))
         except Exception as error:  # whatever another library raises is a line of the table
             return StepResult("", jax.__version__, error=f"{type(error).__name__}: {error}"[:300])
         finally:
             os.chdir("/")
 
 
-def _write_model(case: StepCase, folder: Path) -> Path:
-    """A model folder with a tokenizer, of normal values."""
-    config = case.hf_config
-    config |= {"architectures": [family_for(config).architecture], "torch_dtype": "bfloat16"}
-    fill = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
-    plain, packed = folder / "16bit", folder / "nf4"
-    make_model(plain, config, _SHARD_BYTES, fill)
+def write_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a model folder in bfloat16, of normal values, without a tokenizer.
+
+    Args:
+        folder: created.
+        config: contents of config.json.
+    """
+    folder.mkdir(parents=True)
+    family = family_for(config)
+    values = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
+    tensors = ({spec.name: np.resize(values, spec.shape)} for spec in family.specs(config))
+    write_shards(folder, tensors, max_shard_bytes=_SHARD_BYTES)
+    write_config(folder / CONFIG, {"architectures": [family.architecture], "torch_dtype": "bfloat16", **config})
+
+
+def _write_folder(case: StepCase, folder: Path) -> Path:
+    """The case's model, in 16 bits or as NF4, with a tokenizer."""
+    chosen = plain = folder / "16bit"
+    write_model(plain, case.hf_config)
     if case.weights == "nf4":
-        quantize(plain, packed)
-    chosen = packed if case.weights == "nf4" else plain
-    words = {f"w{number}": number for number in range(config["vocab_size"])}
+        quantize(plain, chosen := folder / "nf4")
+    words = {f"w{number}": number for number in range(case.hf_config["vocab_size"])}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(chosen / "tokenizer.json"))
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
@@ -132,7 +133,7 @@ def _load(case: StepCase, folder: Path) -> Any:
         local_files_only=True,
         **options,
     )
-    if not case.full:
+    if case.method != "full":
         modules = adapted_modules(case.config, case.adapters)
         model = FastLanguageModel.get_peft_model(
             model,
@@ -163,35 +164,27 @@ def _measure(case: StepCase, folder: Path) -> StepResult:
         optimizer = import_module("bitsandbytes").optim.AdamW8bit(trained, lr=_RATE)
     else:
         optimizer = torch.optim.AdamW(trained, lr=_RATE, weight_decay=0.0, fused=True)
-    tokens = torch.from_numpy(make_batch(case, config.vocab_size, None).tokens[0]).long().cuda()
-
-    def gradients() -> Any:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not case.full):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss.detach()
+    tokens = torch.from_numpy(make_batch(case, config.vocab_size).tokens[0]).long().cuda()
 
     seconds, losses = [], []
     for _ in range(case.warmup + case.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        losses.append(gradients())
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=case.method != "full"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak, values = torch.cuda.max_memory_allocated(), [float(loss) for loss in losses]
-    gradients()
+    values = [float(loss) for loss in losses]
     found = StepResult(torch.cuda.get_device_name(), jax.__version__, dtype="bfloat16", losses=values)
     if not all(map(math.isfinite, values)):
         return dataclasses.replace(found, fault=f"loss {values[-1]}")
-    # B alone has a gradient before the first step; these are after the last
-    dead = sum(weight.grad is None or not float(weight.grad.float().norm()) > 0 for weight in trained)
-    if dead:
-        return dataclasses.replace(found, fault=f"{dead} of {len(trained)} trained weights have no gradient")
     count = sum(weight.numel() for weight in trained)
     own: dict[str, Any] = {"adapter_parameters": count}
-    if case.full:
+    if case.method == "full":
         own = {"trained_parameters": matrix_parameters(config)}
     median, rows = statistics.median(seconds[case.warmup :]), case.batch * case.seq
     flops = step_flops(config, tokens=rows, document_length=case.seq, **own)
@@ -200,5 +193,5 @@ def _measure(case: StepCase, folder: Path) -> StepResult:
         step_seconds=median,
         tokens_per_second=rows / median,
         model_tflops_per_second=flops / median / 1e12,
-        peak_bytes=peak,
+        peak_bytes=torch.cuda.max_memory_allocated(),
     )

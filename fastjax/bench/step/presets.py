@@ -1,39 +1,19 @@
-"""Shapes of known models as their config.json has them; no JAX."""
+"""Shapes of known models as their config.json has them, without what the family's defaults say; no JAX."""
 
 from typing import Any
 
 from fastjax.errors import ConfigError
 
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
 _QWEN3_MOE = {
     "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "initializer_range": 0.02,
     "max_position_embeddings": 40960,
     "vocab_size": 151936,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
     "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 
 
@@ -44,11 +24,10 @@ def _sized(base: dict[str, Any], sizes: tuple[int, int, int, int], **others: Any
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _sized(_LLAMA, (128, 256, 2, 4), vocab_size=512, num_key_value_heads=2, head_dim=32, rope_theta=10000.0),
+    "tiny": _sized(_LLAMA, (128, 256, 2, 4), vocab_size=512, num_key_value_heads=2),
     "llama3.2-1b": _sized(
         _LLAMA3,
         (2048, 8192, 16, 32),
-        head_dim=64,
         tie_word_embeddings=True,
         rope_scaling={
             "rope_type": "llama3",
@@ -62,52 +41,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-70b": _sized(_LLAMA3, (8192, 28672, 80, 64)),
     "qwen3-30b-a3b": _sized(_QWEN3_MOE, (2048, 6144, 48, 32), moe_intermediate_size=768),
     "qwen3-235b-a22b": _sized(_QWEN3_MOE, (4096, 12288, 94, 64), moe_intermediate_size=1536),
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 131072,
-        "initial_context_length": 4096,
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "sliding_window": 128,
-        "rope_theta": 150000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "tie_word_embeddings": False,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "experts_per_token": 4,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.9,
-        "swiglu_limit": 7.0,
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        },
-    },
+    "gpt-oss-20b": _sized(
+        {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "vocab_size": 201088, "max_position_embeddings": 131072},
+        (2880, 2880, 24, 64),
+        num_local_experts=32,
+        router_aux_loss_coef=0.9,
+        quantization_config={"quant_method": "mxfp4"},
+    ),
 }
-"""Name -> config.json. Llama 3 has the positions of 3.1, so that rows can be long."""
+"""Name → config.json. Llama 3 has the positions of 3.1, so that rows can be long."""
 
 
 def preset_config(preset: str, layers: int | None, weights: str) -> dict[str, Any]:
@@ -127,14 +69,11 @@ def preset_config(preset: str, layers: int | None, weights: str) -> dict[str, An
         if layers > known:
             raise ConfigError(f"bench step: --layers: expected at most the {known} of {preset}, got {layers}")
         config["num_hidden_layers"] = layers
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][:layers]
-    published = config.pop("quantization_config", None)
-    if weights == "mxfp4":
-        if published is None:
-            having = ", ".join(name for name, fields in PRESETS.items() if "quantization_config" in fields)
-            raise ConfigError(
-                f"bench step: --weights mxfp4: expected a preset with experts in MXFP4 ({having}), got {preset}"
-            )
-        config["quantization_config"] = published
+    if weights == "mxfp4" and "quantization_config" not in config:
+        having = ", ".join(name for name, fields in PRESETS.items() if "quantization_config" in fields)
+        raise ConfigError(
+            f"bench step: --weights mxfp4: expected a preset with experts in MXFP4 ({having}), got {preset}"
+        )
+    if weights != "mxfp4":
+        config.pop("quantization_config", None)
     return config

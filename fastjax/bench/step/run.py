@@ -1,31 +1,26 @@
 """Cases of a step measured one after the other, and what is made of them.
 
-Every case runs in a fresh process, because a device's peak memory cannot be reset; so does the comparison with the
-reference before, of all small steps that share one. Afterwards the cases' first losses are compared with each other.
+Every case runs in a fresh process, because a device's peak memory cannot be reset. Afterwards the cases' first losses
+are compared with each other.
 """
 
 import concurrent.futures
-import dataclasses
+import importlib.metadata
 import json
 import multiprocessing
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.first_loss import with_equal_first_losses
-from fastjax.bench.step.measure import StepResult, check, measure
-from fastjax.bench.step.mesh import check_meshes
-from fastjax.bench.step.small import reference_step, small_step
-from fastjax.bench.step.table import Line, Measured, draw, markdown, print_results, summary, with_shares
+from fastjax.bench.step.measure import StepResult, measure
+from fastjax.bench.step.table import OURS, Line, print_results, rows_of
 from fastjax.errors import TrainingError
-
-#: What each row of the JSON file has beside its case and result.
-About = dict[str, str | None]
 
 
 def run(
@@ -33,90 +28,51 @@ def run(
     *,
     command: str | None = None,
     output: Path | None = None,
-    text: Path | None = None,
-    plot: Path | None = None,
     profile: Path | None = None,
     console: Console | None = None,
 ) -> list[StepResult]:
-    """Measure each case in a process of its own, show tables, write files; then Unsloth where it is installed.
+    """Measure each case in a process of its own, show a table, write a file; Unsloth too where it is installed.
 
     Args:
         cases: of one model.
         command: that measures them, for the JSON file; None: it is not known.
         output: JSON file for cases and results, with the day (UTC) and the command; None: no file.
-        text: Markdown file for the table; None: no file.
-        plot: PNG for speed and memory; None: no picture.
         profile: folder for a trace of each case, numbered as the cases are; None: no traces.
-        console: for the tables.
+        console: for the table.
 
     Returns:
         The results, in the order of the cases.
 
     Raises:
         ConfigError: settings that the model or the devices do not take.
-        TrainingError: steps that do not train, after the tables and files of the others.
+        TrainingError: steps that do not train, after the table and the file of the others.
     """
-    console = console or Console()
-    raw: list[Line] = []
-    checks: dict[StepCase, StepResult] = {}
+    console, lines, judged = console or Console(), [], []
     about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": command}
+    absent = peers.why_not(next((case for case in cases if case.mesh is None), cases[0]))
+    traces = [() if profile is None else (profile / str(number),) for number in range(len(cases))]
+    jobs: list[Any] = [(case, OURS, measure, more) for case, more in zip(cases, traces, strict=True)]
+    if not absent:
+        label = f"Unsloth {importlib.metadata.version('unsloth')}"
+        jobs += [(case, label, peers.measure_unsloth, ()) for case in peers.cases_of(cases)]
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
-        if any(case.mesh is not None for case in cases):
-            pool.submit(check_meshes, cases).result()
-        small = [small_step(case) for case in cases]
-        for number, (case, own) in enumerate(zip(cases, small, strict=True)):
-            trace = None if profile is None else profile / str(number)
-            with console.status(f"{case.preset} {case.where} {case.rows} {case.checkpointing} {case.layer_loop}"):
-                if own not in checks:
-                    beside = [other for other in dict.fromkeys(small) if reference_step(other) == reference_step(own)]
-                    checks.update(zip(beside, pool.submit(check, beside).result(), strict=True))
-                bad = checks[own].fault or checks[own].error
-                raw.append(Line(case, checks[own] if bad else pool.submit(measure, case, trace).result()))
-            measured = with_equal_first_losses(raw)
-            _tell(console, measured, output, about)
-        absent = peers.why_not(next((case for case in cases if case.mesh is None), cases[0]))
-        for case in () if absent else peers.cases_of(cases):
-            with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
-                raw.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
-            measured = with_equal_first_losses(raw)
-            _tell(console, measured, output, about)
-    print_results(console, measured)
+        for case, by, function, more in jobs:
+            with console.status(f"{by} {case.model} {case.where} {case.rows} {case.kept} {case.layer_loop}"):
+                lines.append(Line(case, pool.submit(function, case, *more).result(), by))
+            judged = with_equal_first_losses(lines)
+            if output is not None:  # what is measured outlives a later case that is cut off
+                output.write_text(json.dumps(rows_of(judged, **about), indent=1) + "\n", encoding="utf-8")
+            newest = judged[-1].result
+            told = newest.fault or newest.error or f"{1e3 * (newest.step_seconds or 0):,.1f} ms"
+            console.print(f"{' '.join(judged[-1].names)}: {told}", highlight=False, markup=False)
+    print_results(console, judged)
     if absent:
         console.print(f"Unsloth: {absent}", highlight=False)
     if profile is not None:
-        traced = any(line.result.profile is not None for line in measured)
-        console.print(f"traces in {profile}{'' if traced else ', without kernels: there is no GPU'}", highlight=False)
-    for file, content in ((output, partial(_json, about=about)), (text, _markdown), (plot, _png)):
-        if file is not None:
-            file.write_bytes(content(measured))
-            console.print(f"written to {file}", highlight=False)
-    faults = sum(line.result.fault is not None for line in measured)
-    if faults:
-        raise TrainingError(f"bench step: {faults} of {len(measured)} cases gave no figure: the reasons are above")
-    return [line.result for line in measured[: len(cases)]]
-
-
-def _tell(console: Console, measured: Measured, output: Path | None, about: About) -> None:
-    """Show the newest line and keep it: what is measured outlives a later case that is cut off."""
-    console.print(summary(measured[-1]), highlight=False, markup=False)
+        console.print(f"traces in {profile}", highlight=False)
     if output is not None:
-        output.write_bytes(_json(measured, about))
-
-
-def _json(measured: Measured, about: About) -> bytes:
-    rows = []
-    for line in with_shares(measured):
-        case = dataclasses.asdict(line.case) | {"mesh": line.case.where, "devices": line.case.devices}
-        figures = {"tokens_per_second_per_device": line.per_device, "share_of_linear": line.share}
-        rows.append({"by": line.by} | about | case | dataclasses.asdict(line.result) | figures)
-    return (json.dumps(rows, indent=1) + "\n").encode()
-
-
-def _markdown(measured: Measured) -> bytes:
-    return markdown(measured).encode()
-
-
-def _png(measured: Measured) -> bytes:
-    case, result = measured[0].case, measured[0].result
-    return draw(measured, f"Step · {case.model} · {case.trained} · {result.device} · jax {result.jax}")
+        console.print(f"written to {output}", highlight=False)
+    if faults := sum(line.result.fault is not None for line in judged):
+        raise TrainingError(f"bench step: {faults} of {len(judged)} cases gave no figure: the reasons are above")
+    return [line.result for line in judged[: len(cases)]]

@@ -3,15 +3,12 @@
 import json
 
 import jax
-import jax.numpy as jnp
-import pytest
 from rich.console import Console
 
-from fastjax.bench import nf4, tables, timing
-from fastjax.bench.trace import Kernel
+from fastjax.bench import nf4, tables
 
-TINY = nf4.NF4Case(
-    shapes=((64, 256),), dtypes=("bfloat16", "float32"), rows=(4,), dtype="float32", cold_bytes=2**14, rounds=2
+TINY = nf4.NF4Settings(
+    shape=(64, 256), dtypes=("bfloat16", "float32"), rows=(4,), dtype="float32", cold_bytes=2**14, rounds=2
 )
 
 
@@ -27,7 +24,7 @@ def test_lines_tables_and_file(tmp_path):
     assert {("decode", "xla", "bfloat16"), ("decode", "xla", "float32"), ("product", "xla", "float32")} <= set(found)
     assert all(line["best"] <= line["microseconds"] <= line["worst"] for line in timed)
     saved = json.loads((tmp_path / "nf4.json").read_text())
-    assert len(saved["results"]) == len(lines) and saved["case"]["shapes"] == [[64, 256]]
+    assert len(saved["results"]) == len(lines) and saved["case"]["shape"] == [64, 256]
     text = console.export_text()
     assert text.index("NF4 · 64×256 · cold cache · cpu") < text.index("NF4 · 64×256 · cold cache · 4 rows")
     assert "median of 2, time by wall clock" in text
@@ -36,34 +33,14 @@ def test_lines_tables_and_file(tmp_path):
 
 
 def test_lines_of_float8():
-    case = nf4.NF4Case(
-        shapes=((64, 256),), dtypes=(), rows=(nf4.LEAST_ROWS,), cold_bytes=2**14, dtype="bfloat16", rounds=2
+    case = nf4.NF4Settings(
+        shape=(64, 256), dtypes=(), rows=(nf4.LEAST_ROWS,), cold_bytes=2**14, dtype="bfloat16", rounds=2
     )
     lines = tables.run(nf4.BENCH, case, console=Console(quiet=True))
     found = {(line["operation"], line["implementation"], line["rows"]) for line in lines if line["reason"] is None}
-    assert {("decode", "xla", None), ("transpose", "xla", None), ("round", "xla", 512)} <= found
+    assert ("decode", "xla", None) in found
     assert {(operation, name, 512) for operation in ("product", "gradient") for name in ("dense", "float8")} <= found
 
 
 def test_the_bytes_of_a_decode():
     assert nf4.decode_bytes((4096, 14336), "bfloat16") == 58720256 * 2.5 + 917504 * 4
-
-
-def test_calls_take_turns_and_are_divided_by_their_number(monkeypatch):
-    calls = [timing.Call(lambda x: [x + 1] * 4, (jnp.zeros(8),), 4)] * 2
-    if jax.default_backend() == "cpu":
-        clock = iter(range(100))
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-        assert [found[:4] for found in timing.measure(calls, rounds=3)] == [(0.25, 0.25, 0.25, "wall clock")] * 2
-
-
-def test_calls_that_fail_do_not_stop_the_others():
-    x = (jnp.zeros(8),)
-    bad, good = timing.measure([timing.Call(lambda x: x.reshape(7), x), timing.Call(lambda x: x + 1, x)], rounds=1)
-    assert isinstance(bad, TypeError) and isinstance(good, timing.Timing)
-
-
-def test_overlapping_kernels_count_once():
-    spans = [(0.0, 10.0), (5.0, 12.0), (20.0, 21.0), (100.0, 101.0), (101.0, 103.0), (102.0, 102.5)]
-    kernels = [Kernel("/device:GPU:0", "kernel", "jit_it", "", *span) for span in spans]
-    assert timing._busy(kernels, 2) == pytest.approx([13e-9, 3e-9])

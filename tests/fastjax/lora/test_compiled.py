@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fastjax.bench.lora import LoraCase, build, forward_and_backward
+from fastjax.bench.lora import LoraSettings, build, forward_and_backward
 from fastjax.execution.remat import checkpointed
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.float8 import in_float8
@@ -17,7 +17,7 @@ from tests.support.hlo import kernels
 
 pytestmark = [pytest.mark.aot, needs_cuda_plugin]
 
-CASE = LoraCase()
+CASE = LoraSettings()
 TOKENS, WIDTH, FEATURES = CASE.tokens[0] * CASE.tokens[1], *CASE.shape
 LARGE = 2 * TOKENS * FEATURES  # bytes of gate, up or h
 
@@ -38,7 +38,7 @@ def block(kind, rank):
     structure = {}
 
     def make(weights):
-        structure["graphdef"], trained, frozen = build(CASE, weights, rank, jax.random.key(0))
+        structure["graphdef"], trained, frozen = build(CASE.shape, weights, rank, jax.random.key(0))
         return trained, frozen
 
     trained, frozen = jax.eval_shape(make, shapes)

@@ -49,7 +49,8 @@ def test_the_one_that_is_off_has_no_figure(changes):
     assert off.result.tokens_per_second is off.result.step_seconds is off.result.peak_bytes is None
     assert off.result.losses == (FAR, 11.0)
     assert off.result.fault == (
-        "the first loss is 12.50400, and 12.50000 of projections scan: expected the same but for 0.003 by rounding"
+        "the first loss is 12.50400, and 12.50000 of 4×2,048 projections scan: "
+        "expected the same but for 0.003 by rounding"
     )
     assert faults(({}, 12.5), (changes, NEAR)) == [False, False]
 

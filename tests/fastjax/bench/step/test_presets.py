@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from convert.families.mapping import read_config
-from fastjax.bench.step.case import REGIMES, StepCase, resolve_method
-from fastjax.bench.step.mesh import check_meshes
+from fastjax.bench.step.case import StepCase, resolve_method
+from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.presets import preset_config
-from fastjax.commands.bench import _parser
-from fastjax.commands.bench_step import _cases
+from fastjax.commands.bench_step import REGIMES, make_cases, make_parser
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
 from fastjax.execution.load import random_weights
@@ -55,6 +54,12 @@ def test_experts_in_mxfp4():
     }
 
 
+def test_the_default_is_llama_3_8b():
+    (case,) = cases()
+    assert case == StepCase() and case.trained == "QLoRA, NF4, r=16"
+    assert (case.rows, case.kept, case.layer_loop) == ("4×2,048", "projections", "scan")
+
+
 def test_layers_keep_their_kinds():
     config = read_config(preset_config("gpt-oss-20b", 3, "nf4"))
     assert [mixer.sliding_window for mixer in config.attention] == [128, None, 128]
@@ -79,7 +84,7 @@ def test_method_and_weights(given, expected):
 
 
 def cases(*arguments):
-    return _cases(_parser().parse_args(["step", *arguments]))
+    return make_cases(make_parser().parse_args(arguments))
 
 
 def test_cases():
@@ -89,7 +94,8 @@ def test_cases():
         ("4×2,048", "projections", "scan"),
     ]
     assert {(case.trained, case.weights) for case in speed} == {("full, bfloat16, adamw_8bit", "16bit")}
-    plain = cases("--adapters", "attention", "--weights", "16bit", "--layers", "4", "--attention", "xla", "cudnn")
+    given = ["--checkpointing", "projections", "full", "--attention", "xla", "cudnn"]
+    plain = cases("--adapters", "attention", "--weights", "16bit", "--layers", "4", *given)
     assert [(case.checkpointing, case.attention) for case in plain] == [
         ("projections", "xla"), ("projections", "cudnn"), ("full", "xla"), ("full", "cudnn"),
     ]  # fmt: skip
@@ -101,9 +107,9 @@ def test_cases():
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_regime_is_of_the_preset_that_is_given(regime):
     found = cases("--regime", regime, "--preset", "gpt-oss-20b", "--weights", "mxfp4")
-    assert [(case.preset, case.rows) for case in found] == [
-        ("gpt-oss-20b", f"{part.batch}×{part.seq:,}") for part in REGIMES[regime]
-    ]
+    parts = [{"batch": 4, "seq": 2048} | part for part in REGIMES[regime]]
+    assert [case.rows for case in found] == [f"{part['batch']}×{part['seq']:,}" for part in parts]
+    assert {case.preset for case in found} == {"gpt-oss-20b"}
     assert {case.preset for case in cases("--regime", regime)} == {"llama3-8b"}
 
 
@@ -123,7 +129,7 @@ def test_cases_on_meshes():
         ("one device", 1, "3×2,048", 3), ("fsdp 2", 2, "3×2,048", 6), ("data 2 × tensor 2", 4, "3×2,048", 6),
     ]  # fmt: skip
     options = cases("--checkpointing", "full", "--compiler_options", "none", "xla_a=1,xla_b=false")
-    assert [case.options for case in options] == [{}, {"xla_a": "1", "xla_b": False}]
+    assert [case.xla_options for case in options] == [{}, {"xla_a": "1", "xla_b": False}]
 
 
 @pytest.mark.parametrize(
@@ -133,35 +139,35 @@ def test_cases_on_meshes():
         ({"mesh": MeshShape(tensor=3)}, "--mesh tensor 3: parallel.tensor: expected a divisor of num_attention_heads"),
         ({"mesh": MeshShape(expert=2)}, "--mesh expert 2: parallel.expert: expected 1 of a model without mixtures"),
         ({"mesh": MeshShape(context=2), "seq": 30}, "--mesh context 2: batch: expected rows of a multiple of 4 tokens"),
-        ({"mesh": MeshShape(data=2), "offload_embedding": True}, "--offload_embedding: expected it without --mesh"),
-        ({"mesh": MeshShape(data=2), "offload_layers": True}, "--offload_layers: expected it without --mesh data 2"),
-        ({"mesh": MeshShape(fsdp=2), "offload_optimizer": True}, "--offload_optimizer: expected it without --mesh"),
-        ({"mesh": MeshShape(tensor=2), "mlp_chunk": 8}, "--mlp_chunk: expected it without --mesh tensor 2"),
     ],
 )
 def test_meshes_that_a_case_does_not_suit(changes, message):
     case = dataclasses.replace(StepCase("tiny", 2, 32, "full", "scan"), **changes)
     with pytest.raises(ConfigError, match=message):
-        check_meshes([dataclasses.replace(case, mesh=None), case])
+        open_case_mesh(case)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--method", "lora", "--weights", "nf4"], "--weights: expected 16bit with --method lora, got nf4"),
-        (["--method", "full", "--rank", "8"], "--rank is for methods with adapters, got 8"),
+        (["--method", "full", "--rank", "8"], "--rank is for methods with adapters"),
         (["--regime", "long", "--seq", "8"], "--seq: expected it without --regime"),
-        (["--method", "full", "--offload_layers"], "--offload_layers is for methods with adapters, got True"),
+        (["--method", "full", "--offload_layers"], "--offload_layers is for methods with adapters"),
         (
             ["--offload_layers", "--layer_loop", "scan", "unroll"],
             "--offload_layers: .* scan alone, got unroll$",
         ),
-        (["--offload_layers", "--regime", "speed"], "--offload_layers: .*, got unroll, of --regime speed"),
+        (["--offload_layers", "--regime", "speed"], "--offload_layers: .*, got unroll"),
         (["--offload_layers", "--qat", "nf4"], "--offload_layers: expected it without --qat, got nf4"),
         (
             ["--offload_optimizer", "--optimizer", "adamw_16bit"],
             "--offload_optimizer: expected --optimizer adamw or adamw_8bit, got adamw_16bit",
         ),
+        (["--mesh", "data=2", "--offload_embedding"], "--offload_embedding: expected it without --mesh data 2"),
+        (["--mesh", "one", "data=2", "--offload_layers"], "--offload_layers: expected it without --mesh data 2"),
+        (["--mesh", "fsdp=2", "--offload_optimizer"], "--offload_optimizer: expected it without --mesh fsdp 2"),
+        (["--mesh", "tensor=2", "--mlp_chunk", "8"], "--mlp_chunk: expected it without --mesh tensor 2"),
         (["--mesh", "one", "fsdp=2,rows=2"], "--mesh: expected one, or sizes of data, .*, got fsdp=2,rows=2"),
         (["--mesh", "fsdp=0"], "--mesh: expected one, .*, got fsdp=0"),
         (["--compiler_options", "none", "xla_a"], "expected none or NAME=VALUE,NAME=VALUE, got xla_a"),

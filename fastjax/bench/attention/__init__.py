@@ -1,1 +1,0 @@
-"""Speed and accuracy of attention on this device, by every available implementation, and its block sizes."""
