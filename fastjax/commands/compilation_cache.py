@@ -8,6 +8,7 @@ kernels are chosen once, and stand beside its checkpoints.
 import argparse
 import os
 import tempfile
+from pathlib import Path
 
 from rich.console import Console
 
@@ -36,7 +37,6 @@ def keep_programs(wanted: bool) -> None:
     import jax
 
     from fastjax.runs.messages import warn
-    from pallas_kernels.autotune import cache_folder
 
     if not wanted:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -44,7 +44,7 @@ def keep_programs(wanted: bool) -> None:
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
     try:
-        folder = cache_folder() / "programs"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastjax" / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -1,29 +1,41 @@
-"""The kernels of attention whose block sizes are measured, and the cases that these depend on.
+"""Block sizes of the attention kernels that were measured: `tuned.json`, by card, kernel and case.
 
-`tuned.json` is the shipped table: written by `fastjax bench attention --autotune --shipped tuned.json` on the card that
-it names, with the date and the command in it.
+A kernel's own guess serves the others. The table says when and with which JAX its entries were measured.
 """
 
+import functools
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch
 from pallas_kernels.attention.options import Options
-from pallas_kernels.autotune import Kernel
 
-_HERE = Path(__file__).parent
-SHIPPED = _HERE / "tuned.json"
+TUNED = Path(__file__).parent / "tuned.json"
+
+Config = TypeVar("Config")
 
 
-def kernel(name: str, folder: str) -> Kernel:
-    """A kernel of attention.
+def measured(kernel: str, case: str, guess: Config) -> Config:
+    """The measured block sizes of a kernel on `dispatch.target()`, or its guess.
 
     Args:
-        name: of the kernel, after "attention.".
-        folder: of the implementation.
+        kernel: "mosaic.forward", for example.
+        case: of `facts`.
+        guess: the kernel's own, a dataclass.
     """
-    return Kernel(f"attention.{name}", (_HERE / folder, _HERE / "dropout.py", _HERE / "ranges.py"), SHIPPED)
+    fields = entries().get(f"{dispatch.target().device_kind} | attention.{kernel} | {case}")
+    return guess if fields is None else type(guess)(**fields)
+
+
+@functools.cache
+def entries() -> Mapping[str, Mapping[str, Any]]:
+    """The table: card, kernel and case → the fields of the config."""
+    return json.loads(TUNED.read_text(encoding="utf-8"))["entries"]
 
 
 def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> str:

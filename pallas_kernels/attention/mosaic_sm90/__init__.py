@@ -9,27 +9,23 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.block_sizes import facts
+from pallas_kernels.attention.block_sizes import facts, measured
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
 from pallas_kernels.attention.mosaic_sm90.config import (
-    DKV,
-    DQ,
-    FORWARD,
     DkvConfig,
     DqConfig,
     ForwardConfig,
-    dkv_candidates,
-    dq_candidates,
-    forward_candidates,
+    dkv_config,
+    dq_config,
+    forward_config,
 )
 from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
 from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
-from pallas_kernels.autotune import best
 from pallas_kernels.dispatch import target as current_target
 
 SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -71,7 +67,8 @@ def forward(
     sizes = (q.shape[3], v.shape[3])
     if config is None:
         about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
-        config = best(FORWARD, facts(q.dtype, *sizes, options, **about), forward_candidates(*sizes, options, **about))
+        case = facts(q.dtype, *sizes, options, **about)
+        config = measured("mosaic.forward", case, forward_config(*sizes, options, **about))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
     common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
@@ -109,8 +106,8 @@ def backward(
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
     about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
     case = facts(q.dtype, *sizes, options, **about)
-    dq = dq or best(DQ, case, dq_candidates(*sizes, options, **about))
-    dkv = dkv or best(DKV, case, dkv_candidates(*sizes, options))
+    dq = dq or measured("mosaic.dq", case, dq_config(*sizes, options, **about))
+    dkv = dkv or measured("mosaic.dkv", case, dkv_config(*sizes, options))
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
     found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))
     return found_q, found_k, found_v

@@ -1,16 +1,8 @@
-"""Block sizes of the Hopper kernels: the defaults, and the candidates worth measuring."""
+"""Block sizes of the Hopper kernels."""
 
 import dataclasses
-import itertools
 
-from pallas_kernels.attention.block_sizes import kernel
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.ranges import TILE
-
-FORWARD, DQ, DKV = (kernel(f"mosaic.{name}", "mosaic_sm90") for name in ("forward", "dq", "dkv"))
-
-_SHARED_BYTES = 230_000
-"""Shared memory of a thread block for tiles of 16 bits: 227 KiB without barriers and statistics."""
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -117,60 +109,3 @@ def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
     if together > 256:
         return DkvConfig(block_q=32 if together > 384 or narrow else 64, stages=2, split=True)
     return DkvConfig(block_q=32 if narrow else 64, stages=4)
-
-
-def forward_candidates(
-    size: int, value_size: int, options: Options, *, documents: bool, grouped: bool
-) -> list[ForwardConfig]:
-    """Block sizes worth measuring, `forward_config` first."""
-    found = [forward_config(size, value_size, options, documents=documents, grouped=grouped)]
-    blocks = _blocks(64, 128 if max(size, value_size) <= 192 else 64)
-    overlaps = ((True, True), (True, False), (False, False))
-    shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
-    for block, (buffers, heads), (overlap, pingpong) in itertools.product(blocks, shapes, overlaps):
-        if (buffers, heads) != (1, 1) and (overlap, pingpong) == (False, False):
-            continue
-        for own in (True, False):
-            free = _SHARED_BYTES // 2 - TILE * (buffers * size + own * value_size)
-            stages = _stages(free // (block * (size + value_size)))
-            if stages:
-                common = {"buffers": buffers, "heads": heads, "overlap": overlap, "pingpong": pingpong}
-                stages = stages if (buffers, heads) == (1, 1) else stages[-1:]
-                found += [ForwardConfig(block, number, own_output=own, **common) for number in stages]
-                break
-    return list(dict.fromkeys(found))
-
-
-def dq_candidates(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> list[DqConfig]:
-    """Block sizes worth measuring likewise, `dq_config` first."""
-    found = [dq_config(size, value_size, options, documents=documents, grouped=grouped)]
-    together, largest = size + value_size, max(size, value_size)
-    blocks = _blocks(32, 64) if largest > 128 else _blocks(64, 128)
-    shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
-    for block, (buffers, heads), lag in itertools.product(blocks, shapes, (False, True)):
-        stages = _stages((_SHARED_BYTES // 2 - buffers * TILE * together) // (block * together))
-        if (buffers, heads) != (1, 1):
-            stages = [] if lag else stages[-1:]
-        found += [DqConfig(block, number, buffers, heads, lag) for number in stages]
-    return list(dict.fromkeys(found))
-
-
-def dkv_candidates(size: int, value_size: int, options: Options) -> list[DkvConfig]:
-    """Block sizes worth measuring likewise, `dkv_config` first."""
-    found = [dkv_config(size, value_size, options)]
-    together, split = size + value_size, found[0].split
-    rows = TILE // 2 if split else TILE
-    several = (1, 2) if together < 256 else (1,)  # no registers are left for the tiles' bounds
-    for block, buffers in itertools.product(_blocks(32, 128 if together <= 128 else 64), several):
-        free = _SHARED_BYTES // 2 - buffers * rows * together
-        found += [DkvConfig(block, number, buffers, split) for number in _stages(free // (block * together))]
-    return list(dict.fromkeys(found))
-
-
-def _blocks(least: int, most: int) -> list[int]:
-    return [block for block in (32, 64, 128) if least <= block <= most]
-
-
-def _stages(most: int) -> list[int]:
-    """Two, and as many as fit, up to four."""
-    return sorted({2, min(most, 4)}) if most >= 2 else []

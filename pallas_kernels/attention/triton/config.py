@@ -1,17 +1,13 @@
-"""Block sizes of the Triton kernels: the defaults, and the candidates worth measuring."""
+"""Block sizes of the Triton kernels."""
 
 import dataclasses
 
 from jax import Array
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention.block_sizes import facts, kernel
+from pallas_kernels.attention.block_sizes import facts, measured
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.loads import padded
-from pallas_kernels.autotune import best
-
-KERNELS = {name: kernel(f"triton.{name}", "triton") for name in ("forward", "dkv", "dq")}
-"""By their field of `TritonConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,24 +89,4 @@ def chosen_config(q: Array, k: Array, v: Array, options: Options, *, documents: 
     size, value_size, grouped = q.shape[3], v.shape[3], q.shape[2] // k.shape[2] % 2 == 0
     case = facts(q.dtype, size, value_size, options, documents=documents, grouped=grouped)
     guess = triton_config(size, value_size, options, dispatch.target().compute_capability)
-    return TritonConfig(
-        **{name: best(kernel, case, candidates(name, getattr(guess, name))) for name, kernel in KERNELS.items()}
-    )
-
-
-def candidates(name: str, guess: Tiles) -> list[Tiles]:
-    """Block sizes worth measuring, the guess first.
-
-    Args:
-        name: of the kernel, a key of `KERNELS`.
-        guess: of `triton_config`.
-    """
-    owned, looped = (128, 64), (128, 64, 32)  # rows that a program owns, and rows that it loops over
-    found = [guess]
-    for warps, stages in ((8, 2), (4, 2), (8, 3), (4, 3)):
-        for own in owned:
-            for loop in looped:
-                if own == 64 and warps == 8 or loop * stages > 256:
-                    continue
-                found.append(Tiles(loop, own, warps, stages) if name == "dkv" else Tiles(own, loop, warps, stages))
-    return list(dict.fromkeys(found))
+    return TritonConfig(*(measured(f"triton.{name}", case, getattr(guess, name)) for name in ("forward", "dkv", "dq")))
