@@ -14,7 +14,9 @@ PACKAGES = ("convert", "pallas_kernels", "fastjax")
 FLOORS = (
     ("cli", "__main__", "commands", "bench"),
     ("runs", "preview", "config_import"),
-    ("language_model", "peft", "generation", "evaluation"),
+    ("language_model",),
+    ("evaluation",),
+    ("generation",),
     ("planning",),
     ("training",),
     ("execution",),
@@ -52,23 +54,16 @@ def path_of(module):
     return str((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).relative_to(ROOT))
 
 
-def imports(tree, *, everywhere):
-    """Names that a module imports, as it is loaded or `everywhere` in it, those for types alone left out."""
+def imports(tree):
+    """Names that a module imports: as it is loaded, in functions, and for types alone."""
     found = []
-    waiting = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not everywhere:
-            continue
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, "imports are absolute"
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [name if name in modules() else node.module for name in inside]
-        waiting += list(ast.iter_child_nodes(node))
     return found
 
 
@@ -115,7 +110,7 @@ def test_nothing_imports_upward():
     wrong = []
     for module, tree in modules().items():
         package = module.partition(".")[0]
-        for other in own(imports(tree, everywhere=True)):
+        for other in own(imports(tree)):
             target = other.partition(".")[0]
             if package != "fastjax" and target != package:
                 wrong.append(f"{module} -> {other}")
@@ -125,8 +120,15 @@ def test_nothing_imports_upward():
     assert not wrong
 
 
+def loads(module, tree):
+    """The project's modules that a module imports, and the packages that Python loads before them, less its own."""
+    found = own(imports(tree))
+    parts = {".".join(name.split(".")[:count]) for name in found for count in range(1, name.count(".") + 1)}
+    return {name for name in found | parts if not f"{module}.".startswith(f"{name}.")}
+
+
 def test_no_import_circle():
-    graph = {module: own(imports(tree, everywhere=False)) - {module} for module, tree in modules().items()}
+    graph = {module: loads(module, tree) for module, tree in modules().items()}
     done, path = set(), []
 
     def visit(module):
@@ -142,11 +144,24 @@ def test_no_import_circle():
         visit(module)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fastjax.models",
+        "def f():\n    from fastjax import models",
+        "if TYPE_CHECKING:\n    from fastjax.models import x",
+    ],
+)
+def test_every_import_counts(code):
+    assert loads("fastjax.training.step", ast.parse(code)) == {"fastjax.models"}
+    assert loads("fastjax.models.layer", ast.parse(code)) == set()
+
+
 def test_convert_needs_no_jax():
     wrong = {"jax", "jaxlib", "flax", "optax", "orbax"}
     for module, tree in modules().items():
         if module.startswith("convert"):
-            assert not {name.partition(".")[0] for name in imports(tree, everywhere=True)} & wrong, module
+            assert not {name.partition(".")[0] for name in imports(tree)} & wrong, module
 
 
 def test_one_parser_of_paths():

@@ -20,9 +20,9 @@ from fastjax.data import Encoder
 from fastjax.errors import ConfigError
 from fastjax.evaluation.run import encoded_pair
 from fastjax.evaluation.scoring import completion_scores
+from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.generate import generate
 from fastjax.generation.stops import stop_tokens
-from fastjax.language_model import LanguageModel
 
 _LOG = logging.getLogger(__name__)
 #: Names that tasks give the longest answer, and the other keys of a generation.

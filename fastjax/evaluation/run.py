@@ -11,8 +11,8 @@ from fastjax.data.sources import open_sources
 from fastjax.errors import ConfigError, DataError
 from fastjax.evaluation.scoring import completion_scores
 from fastjax.evaluation.tasks import Task, filled
+from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.text import answer
-from fastjax.language_model import LanguageModel
 
 #: Batches between two reports of the progress.
 _PART = 4

@@ -14,8 +14,7 @@ from fastjax.data.batches import Batch, batch_of
 from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.errors import ConfigError
-from fastjax.language_model import LanguageModel
-from fastjax.language_model.rewards import check_logits
+from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.training.head import head_log_probs
 from fastjax.training.preferences.scores import documents_of

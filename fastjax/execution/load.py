@@ -60,7 +60,7 @@ def load_weights(
             or trained.
         execution: its loop, and the policy that the layers of one stack have in common.
         allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
-        offload_layers: place the matrices of stacked layers in the host's memory (`models.streamed`).
+        offload_layers: place the matrices of stacked layers in the host's memory (`execution.streamed`).
         mesh: of the devices that get parts of the weights, by `parallel.MESH_AXES`; None: one has all.
 
     Returns:

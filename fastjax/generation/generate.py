@@ -15,9 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
+from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.generation.sampling import check_sampling, sample
-from fastjax.language_model import LanguageModel
-from fastjax.language_model.rewards import check_logits
 from fastjax.models.caching import empty_states, step
 from fastjax.models.context import Slots
 from fastjax.models.decoder import lm_logits

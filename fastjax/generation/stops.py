@@ -2,7 +2,7 @@
 
 from convert.generation_config import end_tokens
 from fastjax.data import Encoder
-from fastjax.language_model import LanguageModel
+from fastjax.execution.language_model import LanguageModel
 
 
 def stop_tokens(model: LanguageModel, encoder: Encoder) -> tuple[int, ...]:

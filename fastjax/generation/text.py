@@ -8,9 +8,9 @@ from fastjax.data.columns import describe, parse_messages
 from fastjax.data.records import Message
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError, DataError
+from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.generate import generate
 from fastjax.generation.stops import stop_tokens
-from fastjax.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,8 +21,16 @@ from convert.trained_over import base_notes
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.adapters import build_adapters
+from fastjax.execution.language_model import LanguageModel
 from fastjax.execution.places import fill_layers
 from fastjax.execution.stacks import layer_of, plan_layers, rearrange
+from fastjax.language_model.host import (
+    has_host_embedding,
+    has_host_layers,
+    with_device_embedding,
+    with_host_embedding,
+)
+from fastjax.language_model.rewards import with_score_head
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.settings import fresh_adapter
@@ -37,12 +45,10 @@ from fastjax.models.vocabulary import with_vocab_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fastjax.language_model.model import LanguageModel
-
 
 def attach_adapter(
-    model: "LanguageModel", adapter: AdapterConfig, arrays: Mapping[str, Any] | None, key: PRNGKeyArray
-) -> "LanguageModel":
+    model: LanguageModel, adapter: AdapterConfig, arrays: Mapping[str, Any] | None, key: PRNGKeyArray
+) -> LanguageModel:
     """A model with an adapter attached, the functional form of `get_peft_model` and `load_adapter`.
 
     Args:
@@ -55,8 +61,8 @@ def attach_adapter(
         ConfigError: an adapter that does not fit the model.
     """
     _check_bare(model)
-    if model.has_host_embedding:
-        return attach_adapter(model.with_device_embedding(), adapter, arrays, key).with_host_embedding()
+    if has_host_embedding(model):
+        return with_host_embedding(attach_adapter(with_device_embedding(model), adapter, arrays, key))
     count = model.config.num_hidden_layers
     sites = adapter_sites(adapter, model.config)
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
@@ -64,7 +70,7 @@ def attach_adapter(
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
     kinds = [(model.precision.layer_kind(model.config, i), model.execution.policy(i)) for i in range(count)]
     plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.execution.layer_loop)
-    if plan != model.plan and model.has_host_layers:
+    if plan != model.plan and has_host_layers(model):
         layers = (layer_of(runs, model.plan, index) for index in range(count))
         runs = fill_layers(model.config, plan, layers, offload_layers=True)
     else:
@@ -82,7 +88,7 @@ def attach_adapter(
     )
 
 
-def with_fresh_adapter(model: "LanguageModel", *, random_state: int, **settings: Any) -> "LanguageModel":
+def with_fresh_adapter(model: LanguageModel, *, random_state: int, **settings: Any) -> LanguageModel:
     """A model with a fresh adapter attached.
 
     Args:
@@ -141,8 +147,8 @@ def check_fits(model_name: str | Path, adapter: str | Path, rope_scaling: Mappin
 
 
 def load_adapter(
-    model: "LanguageModel", folder: str | Path, lora_dropout: float | None, allow_nonfinite: bool
-) -> "LanguageModel":
+    model: LanguageModel, folder: str | Path, lora_dropout: float | None, allow_nonfinite: bool
+) -> LanguageModel:
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
     known = model.hf_config, model.config, model.new_token_ids
@@ -154,11 +160,11 @@ def load_adapter(
 
 
 def attach_opened(
-    model: "LanguageModel",
+    model: LanguageModel,
     opened: Adapter,
     tokenizer: "PreTrainedTokenizerBase | None",
     lora_dropout: float | None = None,
-) -> "LanguageModel":
+) -> LanguageModel:
     """Attach the adapter of a PEFT folder that is open (`lora.fit.open_fitting`).
 
     Args:
@@ -172,11 +178,11 @@ def attach_opened(
         ConfigError: an adapter that does not fit the model.
     """
     _check_bare(model)
-    if model.has_host_embedding:
-        return attach_opened(model.with_device_embedding(), opened, tokenizer, lora_dropout).with_host_embedding()
+    if has_host_embedding(model):
+        return with_host_embedding(attach_opened(with_device_embedding(model), opened, tokenizer, lora_dropout))
     adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
     if adapter.task_type == SCORED and f"{SCORE}.modules_to_save.weight" in arrays:
-        model = model.with_score_head()  # whose own score gives way to the adapter's
+        model = with_score_head(model)  # whose own score gives way to the adapter's
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, tokenizer, adapter, arrays)
@@ -184,11 +190,11 @@ def attach_opened(
 
 
 def _with_vocabulary_of(
-    model: "LanguageModel",
+    model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase | None",
     adapter: AdapterConfig,
     arrays: Mapping[str, Any],
-) -> "LanguageModel":
+) -> LanguageModel:
     """The model with the adapter's tokenizer, and the adapter's vocabulary rows where these are more than its own."""
     rows = adapter_rows(adapter, {path: array.shape for path, array in arrays.items()}, tokenizer)
     before = model.config.vocab_size
@@ -210,7 +216,7 @@ def _with_vocabulary_of(
     return model
 
 
-def _check_bare(model: "LanguageModel") -> None:
+def _check_bare(model: LanguageModel) -> None:
     if model.full_finetuning:
         raise ConfigError("model: expected one for an adapter, got one loaded with full_finetuning=True")
     if model.lora is not None:

@@ -8,9 +8,10 @@ from typing import Any
 from convert.formats import FORMATS
 from convert.quantization_aware import QuantizationAware
 from fastjax.errors import ConfigError
+from fastjax.execution.language_model import LanguageModel
 from fastjax.language_model.adapters import check_fits
 from fastjax.language_model.loading import FastLanguageModel
-from fastjax.language_model.model import LanguageModel
+from fastjax.language_model.variants import with_fake_quantization
 
 
 def load_as_trained(
@@ -60,7 +61,7 @@ def as_trained(model: LanguageModel, *, load_in_4bit: bool = False) -> LanguageM
     if load_in_4bit and aware == QuantizationAware(FORMATS["nf4"].target):
         return model
     try:
-        found = model.with_fake_quantization(*aware)
+        found = with_fake_quantization(model, *aware)
     except ConfigError as error:
         print(
             f"note: {model.folder} was trained for {aware.weights}, and computes without it here: {error}",

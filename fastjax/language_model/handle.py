@@ -1,68 +1,83 @@
 """The object that `FastLanguageModel` gives: one name for a model whose value training replaces.
 
 A `LanguageModel` is a value, and functions of it return new ones. Unsloth's and PEFT's users hold one object instead,
-train it, and save the same object. A handle is that object: whatever is asked of it, its current value answers, and a
-trainer puts the trained value in the old one's place.
+train it, and save the same object. A handle is that object: it has its value's fields, the functions of a model are its
+methods, and a trainer puts the trained value in the old one's place.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from fastjax.language_model.model import LanguageModel
+from fastjax.execution.language_model import LanguageModel
+from fastjax.generation.text import answer
+from fastjax.language_model.logits import logits
+from fastjax.language_model.rewards import rewards, with_score_head
+from fastjax.language_model.saving import push_to_hub, save_pretrained, save_pretrained_gguf, save_pretrained_merged
+from fastjax.language_model.variants import with_start
 
-if TYPE_CHECKING:
+#: To type checkers a handle is a model, since it has all that a model has.
+_Model = LanguageModel if TYPE_CHECKING else object
 
-    class ModelHandle(LanguageModel):
-        """As type checkers see it: it has all that a `LanguageModel` has."""
 
-        value: LanguageModel
+class ModelHandle(_Model):
+    """A model by reference: fields and methods of `value`, a `LanguageModel`, and functions of it as methods.
 
-        def __init__(self, value: LanguageModel, origin: "ModelHandle | None" = None): ...
+    Attributes:
+        value: the current model, to keep it as it is now.
+    """
 
-        def become(self, value: LanguageModel) -> None:
-            """Take a value in the place of the present one."""
+    __slots__ = ("_origin", "value")
+    value: LanguageModel
 
-else:
+    def __init__(self, value: LanguageModel, origin: "ModelHandle | None" = None):
+        """Hold a model.
 
-    class ModelHandle:
-        """A model by reference: attributes and methods are those of `value`, a `LanguageModel`.
-
-        Attributes:
-            value: the current model, to keep it as it is now.
+        Args:
+            value: the model; of a handle its value.
+            origin: the handle that this one was made from, which becomes what this one does, as PEFT's adapters are
+                part of the model that they were added to.
         """
+        self.value = value_of(value)
+        self._origin = origin
 
-        __slots__ = ("_origin", "value")
+    generate = answer
+    logits = logits
+    rewards = rewards
+    with_score_head = with_score_head
+    with_start = with_start
+    save_pretrained = save_pretrained
+    save_pretrained_merged = save_pretrained_merged
+    save_pretrained_gguf = save_pretrained_gguf
+    push_to_hub = push_to_hub
 
-        def __init__(self, value: LanguageModel, origin: "ModelHandle | None" = None):
-            """Hold a model.
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trained, as PEFT does."""
+        trained, every = self.num_parameters()
+        print(f"trainable params: {trained:,} || all params: {every:,} || trainable%: {trained / every:.4%}"[:-1])
 
-            Args:
-                value: the model; of a handle its value.
-                origin: the handle that this one was made from, which becomes what this one does, as PEFT's adapters
-                    are part of the model that they were added to.
-            """
-            self.value = value_of(value)
-            self._origin = origin
+    def replace(self, **changes: Any) -> "ModelHandle":
+        """A handle of the same model with other fields, for instance `trainable` after training."""
+        return ModelHandle(self.value.replace(**changes))
 
-        def __getattr__(self, name: str) -> Any:
-            if name in ModelHandle.__slots__:  # an object that is being copied has none yet
-                raise AttributeError(name)
-            return getattr(self.value, name)
+    def become(self, value: LanguageModel) -> None:
+        """Take a value in the place of the present one, here and where this handle was made from.
 
-        def __dir__(self) -> list[str]:
-            return sorted({*super().__dir__(), *dir(self.value)})
+        Args:
+            value: the model; the greatest length of a row stays each handle's own.
+        """
+        self.value = value_of(value).replace(max_seq_length=self.value.max_seq_length)
+        if self._origin is not None:
+            self._origin.become(value)
 
-        def __repr__(self) -> str:
-            return repr(self.value)
+    def __getattr__(self, name: str) -> Any:
+        if name in ModelHandle.__slots__:  # an object that is being copied has none yet
+            raise AttributeError(name)
+        return getattr(self.value, name)
 
-        def become(self, value: LanguageModel) -> None:
-            """Take a value in the place of the present one, here and where this handle was made from.
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.value)})
 
-            Args:
-                value: the model; the greatest length of a row stays each handle's own.
-            """
-            self.value = value.replace(max_seq_length=self.value.max_seq_length)
-            if self._origin is not None:
-                self._origin.become(value)
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 def value_of(model: LanguageModel) -> LanguageModel:

@@ -18,12 +18,14 @@ from convert.trained_over import held_as
 from fastjax.errors import ConfigError
 from fastjax.execution.chunks import Chunk, check_chunk
 from fastjax.execution.execution import Execution
+from fastjax.execution.language_model import LanguageModel, Model
 from fastjax.execution.load import load_weights, random_weights
 from fastjax.execution.policies import check_policy
 from fastjax.execution.zeros import zero_weights
 from fastjax.language_model.adapters import base_and_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
-from fastjax.language_model.model import LanguageModel, check_host_layers
+from fastjax.language_model.host import check_host_layers, with_host_embedding
+from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.settings import tables_note
 from fastjax.models.decoder import Decoder
@@ -76,7 +78,7 @@ class FastLanguageModel:
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
                 in the host's memory; False or "projections": keep the projections' and the attention's results too; or
-                another name of `models.policies.POLICIES`, or "NAME:k" for the first k layers. "auto":
+                another name of `execution.policies.POLICIES`, or "NAME:k" for the first k layers. "auto":
                 "full" until it is trained; a trainer, as `fastjax train`, takes the fastest that the device has memory
                 for.
             random_state: unused; `get_peft_model` has the seed of the adapters.
@@ -92,9 +94,9 @@ class FastLanguageModel:
             offload_embedding: hold the table of embeddings in the host's pinned memory, where it is frozen and not the
                 head's too; also after `get_peft_model` and `load_adapter`.
             offload_layers: hold the matrices of scanned layers there, from the start; the device has those of two
-                layers while it computes (`models.streamed`).
-            mlp_chunk: tokens that an MLP computes at a time (`models.chunks`); "auto": 2,048 of them where a device has
-                16,384 or more and the backward pass computes the MLP again anyway; None: all.
+                layers while it computes (`execution.streamed`).
+            mlp_chunk: tokens that an MLP computes at a time (`execution.chunks`); "auto": 2,048 of them where a device
+                has 16,384 or more and the backward pass computes the MLP again anyway; None: all.
             base_compute: "float8": compute the products of the layers' frozen matrices in float8_e4m3fn, forward and to
                 their inputs; None: in the compute dtype.
 
@@ -132,7 +134,7 @@ class FastLanguageModel:
             offload_layers=offload_layers,
             mlp_chunk=mlp_chunk,
         )
-        model = model.with_host_embedding() if offload_embedding else model
+        model = with_host_embedding(model) if offload_embedding else model
         model = model if adapter is None else FastLanguageModel.load_adapter(model, adapter)
         assert model.tokenizer is not None, "a folder without one was refused"
         return ModelHandle(model), model.tokenizer
@@ -255,7 +257,7 @@ class FastLanguageModel:
         if use_gradient_checkpointing is not None:
             auto = use_gradient_checkpointing == "auto"
             policy = _remat(use_gradient_checkpointing)
-            model = model.with_checkpointing(policy).replace(remat_auto=auto)
+            model = with_checkpointing(model, policy).replace(remat_auto=auto)
         model = with_fresh_adapter(
             model,
             random_state=random_state,
@@ -281,7 +283,7 @@ class FastLanguageModel:
         return ModelHandle(model, origin)
 
     @staticmethod
-    def for_inference(model: LanguageModel) -> LanguageModel:
+    def for_inference(model: Model) -> Model:
         """The model itself: it is a value that trains and generates as it is.
 
         Args:
@@ -290,7 +292,7 @@ class FastLanguageModel:
         return model
 
     @staticmethod
-    def for_training(model: LanguageModel) -> LanguageModel:
+    def for_training(model: Model) -> Model:
         """Likewise.
 
         Args:
@@ -325,7 +327,7 @@ class FastLanguageModel:
         place, origin = fetch(folder).folder, model if isinstance(model, ModelHandle) else None
         model = load_adapter(value_of(model), place, lora_dropout, allow_nonfinite)
         aware = QuantizationAware.read(place) if fake_quantization else None
-        return ModelHandle(model if aware is None else model.with_fake_quantization(*aware), origin)
+        return ModelHandle(model if aware is None else with_fake_quantization(model, *aware), origin)
 
 
 def load_opened(

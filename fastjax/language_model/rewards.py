@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float32
 
 from convert.errors import ConvertError
-from convert.families import family_for, mapping
+from convert.families import family_for
+from convert.families.mapping import with_score
 from fastjax.data.batches import batch_of
 from fastjax.data.columns import parse_row
 from fastjax.data.documents import Counts
@@ -19,20 +20,28 @@ from fastjax.data.encoding import Encoder
 from fastjax.data.packing import pack_documents
 from fastjax.data.preferences import Role, documents_of
 from fastjax.errors import ConfigError, DataError
+from fastjax.execution.language_model import LanguageModel, Model
 from fastjax.models.projection import ScoreHead
 from fastjax.training.preferences.scores import document_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from fastjax.language_model.model import LanguageModel
-
 #: Row lengths are multiples of this: few shapes, few compilations.
 _ROUND = 64
 
 
-def with_score(model: "LanguageModel", random_state: int) -> "LanguageModel":
-    """`LanguageModel.with_score_head`."""
+def with_score_head(model: Model, random_state: int = 3407) -> Model:
+    """The same model with one score a text in the place of logits: a reward model, as transformers'
+    `AutoModelForSequenceClassification` with one label. A model that has a score keeps it.
+
+    Args:
+        model: without an adapter, which is made after the score.
+        random_state: seed of the score's start, normal with the config's initializer_range.
+
+    Raises:
+        ConfigError: a model with an adapter, or of a family without such a class.
+    """
     if model.config.scored:
         return model
     if model.lora is not None or model.quantization_aware is not None:
@@ -41,7 +50,7 @@ def with_score(model: "LanguageModel", random_state: int) -> "LanguageModel":
             "get_peft_model"
         )
     try:
-        config, written = mapping.with_score(model.config), family_for(model.hf_config).scored(model.hf_config)
+        config, written = with_score(model.config), family_for(model.hf_config).scored(model.hf_config)
     except ConvertError as error:
         raise ConfigError(f"with_score_head: {error}") from error
     ids = None if model.tokenizer is None else (model.tokenizer.pad_token_id, model.tokenizer.eos_token_id)
@@ -57,22 +66,19 @@ def with_score(model: "LanguageModel", random_state: int) -> "LanguageModel":
     return model.replace(config=config, hf_config=written, graphdef=graphdef, **arrays)
 
 
-def check_logits(model: "LanguageModel", what: str) -> None:
-    """Refuse a reward model where logits are needed.
+def rewards(model: LanguageModel, examples: Sequence[Any], *, batch_size: int = 8) -> Float32[np.ndarray, " N"]:
+    """The scores of texts, each read at its last token, of a reward model.
 
     Args:
-        model: any.
-        what: needs them.
+        model: with a score head.
+        examples: conversations as lists of messages, texts, or rows as of a data set ({"prompt": …,
+            "completion": …}); each is encoded as in training, with the end of the turn or text.
+        batch_size: rows of several examples that go through the model together.
 
     Raises:
-        ConfigError: it has a score in their place.
+        ConfigError: a model without score or tokenizer.
+        DataError: an example that cannot be read, ends with no answer, or is longer than max_seq_length.
     """
-    if model.config.scored:
-        raise ConfigError(f"{what}: expected a model with logits, got a reward model; its scores are model.rewards(…)")
-
-
-def rewards_of(model: "LanguageModel", examples: Sequence[Any], batch_size: int) -> Float32[np.ndarray, " N"]:
-    """`LanguageModel.rewards`."""
     if not model.config.scored:
         raise ConfigError("rewards: expected a reward model (with_score_head), got one with logits")
     if model.tokenizer is None:
@@ -120,7 +126,7 @@ def _row(example: Any) -> Any:
 @functools.lru_cache(maxsize=8)
 def _compiled(graphdef: nnx.GraphDef) -> Any:
     @jax.jit
-    def rewards(trainable: Any, frozen: Any, rows: Any) -> Array:
+    def scores(trainable: Any, frozen: Any, rows: Any) -> Array:
         return document_rewards(nnx.merge(graphdef, trainable, frozen), rows)
 
-    return rewards
+    return scores

@@ -4,7 +4,7 @@ import collections
 import errno
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from convert.saving import save
 from fastjax.data.encoding import Encoder
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError, DataError
+from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.execution.stacks import layer_of
-from fastjax.language_model.rewards import check_logits
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import split_layer
@@ -34,15 +34,26 @@ from fastjax.parallel.processes import is_primary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fastjax.language_model.model import LanguageModel
 
+def save_pretrained(model: LanguageModel, folder: str | Path, tokenizer: Any = None) -> Path:
+    """Write the trained weights: a PEFT adapter folder, or after full fine-tuning a Hugging Face folder.
 
-def save_trained(model: "LanguageModel", folder: Path) -> Path:
-    """`LanguageModel.save_pretrained`.
+    An adapter with new tokens has their rows and the tokenizer that knows them. PEFT's
+    `AutoPeftModelForCausalLM.from_pretrained(folder)` then grows the base by itself; before
+    `PeftModel.from_pretrained(base, folder)` call `base.resize_token_embeddings(…)` with the rows of this model.
 
-    Of weights that several processes hold each tensor is gathered by all of them, and the first one alone keeps it
-    until it is written.
+    Tensors that several processes hold are gathered by all of them, one by one; the first process alone writes.
+
+    Args:
+        model: one of which something is trained.
+        folder: created; appears under its name only when whole.
+        tokenizer: saved in place of the model's own; None: that.
+
+    Raises:
+        ConfigError: nothing is trained, or there is no checkpoint to take config and tokenizer from.
+        OSError: the disk is full, …; nothing is left behind.
     """
+    model, folder = _with_tokenizer(model, tokenizer), Path(folder)
     if model.lora is None and not model.full_finetuning:
         raise ConfigError("save_pretrained: nothing is trained here; call get_peft_model, or load with full_finetuning")
     if spans_processes(model.trainable) and not is_primary():
@@ -73,31 +84,100 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
     return folder
 
 
-def merged_dtype(model: "LanguageModel", save_method: str | None, dtype: str | None) -> str | None:
-    """The dtype that Unsloth's name of a way to save stands for.
+def save_pretrained_merged(
+    model: LanguageModel,
+    folder: str | Path,
+    tokenizer: Any = None,
+    save_method: str | None = None,
+    *,
+    dtype: str | None = None,
+    base_in_nf4: bool = False,
+    skip: Sequence[str] = (),
+    activations: str | None = None,
+    force: bool = False,
+    allow_nonfinite: bool = False,
+) -> Path:
+    """Write a plain Hugging Face folder with the adapter merged into its base, as `convert.merge` does.
 
     Args:
-        model: with an adapter.
-        save_method: the name; None: there is none.
-        dtype: given beside it.
+        model: with an adapter on a model from a folder.
+        folder: created; appears under its name only when whole.
+        tokenizer: saved in place of the model's own; None: that.
+        save_method: in place of dtype, Unsloth's name: "merged_16bit", "merged_4bit", or "lora", which is
+            `save_pretrained`.
+        dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
+            or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
+        base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
+        skip: with a scheme as dtype, or base_in_nf4, modules or ends of their names ("layers.0.mlp.down_proj",
+            "o_proj") that are not quantised.
+        activations: with a scheme, how the layers' inputs are read, as of `convert.quantize.quantize`; None: as
+            the adapter was trained for.
+        force: replace an existing model folder.
+        allow_nonfinite: write NaN and infinity instead of refusing.
 
     Raises:
-        ConfigError: an unknown name, or both.
+        ConfigError: there is no adapter, or no base folder.
+        ConvertError: the folder is taken, or something is wrong with the base.
+        OSError: the disk is full, …; nothing is left behind.
     """
-    if save_method is None:
-        return dtype
-    if dtype is not None:
-        raise ConfigError(f"save_method: expected none beside dtype, got {save_method}")
-    own = model.folder_dtype
-    known = {"merged_16bit": own if own in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
-    known["merged_4bit_forced"] = known["merged_4bit"]
-    if save_method not in known:
-        raise ConfigError(f"save_method: expected one of {', '.join([*known, 'lora'])}, got {save_method}")
-    return known[save_method]
+    model, folder = _with_tokenizer(model, tokenizer), Path(folder)
+    if save_method == "lora":
+        return save_pretrained(model, folder)
+    dtype = _merged_dtype(model, save_method, dtype)
+    if model.lora is None or model.folder is None:
+        raise ConfigError(
+            "save_pretrained_merged: expected an adapter on a model from a folder; save_pretrained writes a model "
+            "that was trained whole"
+        )
+    with scratch_folder(folder) as adapter:
+        save_pretrained(model, adapter)
+        merge(
+            model.folder,
+            adapter,
+            folder,
+            config=model.hf_config,
+            dtype=dtype,
+            base_in_nf4=base_in_nf4,
+            skip=skip,
+            activations=activations,
+            force=force,
+            allow_nonfinite=allow_nonfinite,
+        )
+    return folder
 
 
-def save_gguf(model: "LanguageModel", folder: Path, kind: str, base_in_nf4: bool, **options: Any) -> Path:
-    """`LanguageModel.save_pretrained_gguf`, whose options are `convert.gguf.export_gguf`'s."""
+def save_pretrained_gguf(
+    model: LanguageModel,
+    folder: str | Path,
+    tokenizer: Any = None,
+    quantization_method: str = "q8_0",
+    *,
+    base_in_nf4: bool = False,
+    skip: Sequence[str] = (),
+    pre_tokenizer: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a GGUF file for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
+
+    Args:
+        model: with an adapter, or trained whole.
+        folder: of the file; created.
+        tokenizer: in place of the model's own; None: that.
+        quantization_method: type of the matrices, one of `convert.gguf.TYPES`.
+        base_in_nf4: as of `save_pretrained_merged`.
+        skip: modules, or ends of their names, whose matrices keep their dtype.
+        pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
+        force: replace an existing file.
+
+    Returns:
+        The file, named by the folder and the type.
+
+    Raises:
+        ConfigError: as of `save_pretrained_merged`.
+        ConvertError: as of `export_gguf`.
+        OSError: the disk is full, …; nothing half-written is left.
+    """
+    model, folder, kind = _with_tokenizer(model, tokenizer), Path(folder), quantization_method
     if kind not in TYPES:
         raise ConfigError(
             f"quantization_method: expected one of {', '.join(TYPES)}, got {kind}; for K-quants write f16 or bf16 and "
@@ -110,38 +190,42 @@ def save_gguf(model: "LanguageModel", folder: Path, kind: str, base_in_nf4: bool
     with scratch_folder(file) as scratch:
         whole = scratch / "model"
         if model.full_finetuning:
-            save_trained(model, whole)
+            save_pretrained(model, whole)
         else:
-            save_merged(model, whole, base_in_nf4=base_in_nf4, dtype=merged_dtype(model, "merged_16bit", None))
-        export_gguf(whole, file, type=kind, **options)
+            save_pretrained_merged(model, whole, save_method="merged_16bit", base_in_nf4=base_in_nf4)
+        export_gguf(whole, file, type=kind, skip=skip, pre_tokenizer=pre_tokenizer, force=force)
     return file
 
 
-def push(model: "LanguageModel", repo_id: str, *, token: str | None, private: bool) -> str:
-    """`LanguageModel.push_to_hub`."""
+def push_to_hub(
+    model: LanguageModel, repo_id: str, tokenizer: Any = None, *, token: str | None = None, private: bool = False
+) -> str:
+    """Upload what `save_pretrained` writes.
+
+    Args:
+        model: one of which something is trained.
+        repo_id: organisation/name; created where it is missing.
+        tokenizer: in place of the model's own; None: that.
+        token: of the hub; None: HF_TOKEN, or that of the login.
+        private: whether a new repository is.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ConfigError: nothing is trained.
+        OSError: the hub's errors.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = save_trained(model, Path(temporary) / "model")
+        folder = save_pretrained(model, Path(temporary) / "model", tokenizer)
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
 
-def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
-    """`LanguageModel.save_pretrained_merged`, whose options are `convert.merge`'s."""
-    if model.lora is None or model.folder is None:
-        raise ConfigError(
-            "save_pretrained_merged: expected an adapter on a model from a folder; save_pretrained writes a model "
-            "that was trained whole"
-        )
-    with scratch_folder(folder) as adapter:
-        save_trained(model, adapter)
-        merge(model.folder, adapter, folder, config=model.hf_config, **options)
-    return folder
-
-
-def trained_tensors(model: "LanguageModel", *, keep: bool = True) -> Iterator[tuple[str, Any]]:
+def trained_tensors(model: LanguageModel, *, keep: bool = True) -> Iterator[tuple[str, Any]]:
     """The trained weights by path, in the checkpoint's order, each on the host when it is asked for.
 
     Args:
@@ -166,7 +250,25 @@ def trained_tensors(model: "LanguageModel", *, keep: bool = True) -> Iterator[tu
         yield "lm_head.weight", host(tree["lm_head"]["weight"])
 
 
-def _adapter(model: "LanguageModel", *, keep: bool = True) -> dict[str, np.ndarray]:
+def _with_tokenizer(model: LanguageModel, tokenizer: Any) -> LanguageModel:
+    return model if tokenizer is None else model.replace(tokenizer=tokenizer)
+
+
+def _merged_dtype(model: LanguageModel, save_method: str | None, dtype: str | None) -> str | None:
+    """The dtype that Unsloth's name of a way to save stands for."""
+    if save_method is None:
+        return dtype
+    if dtype is not None:
+        raise ConfigError(f"save_method: expected none beside dtype, got {save_method}")
+    own = model.folder_dtype
+    known = {"merged_16bit": own if own in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
+    known["merged_4bit_forced"] = known["merged_4bit"]
+    if save_method not in known:
+        raise ConfigError(f"save_method: expected one of {', '.join([*known, 'lora'])}, got {save_method}")
+    return known[save_method]
+
+
+def _adapter(model: LanguageModel, *, keep: bool = True) -> dict[str, np.ndarray]:
     assert model.lora is not None
     return export_adapters(model.trainable, model.plan, shares_whole_table(model.lora, model.config), keep=keep)
 
@@ -177,14 +279,14 @@ def _together(trained: Mapping[Any, Any], constant: Mapping[Any, Any]) -> dict[A
     return {**trained, **constant, **both}
 
 
-def _has_own_tokenizer(model: "LanguageModel") -> bool:
+def _has_own_tokenizer(model: LanguageModel) -> bool:
     """Whether the tokenizer differs from the checkpoint's, whose files are copied byte for byte."""
     if model.folder is None or model.new_token_ids:
         return True
     return getattr(model.tokenizer, "chat_template", None) != load_tokenizer(model.folder).chat_template
 
 
-def _new_ends(model: "LanguageModel") -> list[int]:
+def _new_ends(model: LanguageModel) -> list[int]:
     """The ends of the chat template's turns that the base does not name."""
     tokenizer = model.tokenizer
     if model.folder is None or not getattr(tokenizer, "chat_template", None) or model.config.scored:

@@ -7,6 +7,7 @@ import jax
 from rich.console import Console
 
 from fastjax.errors import ConfigError
+from fastjax.language_model.saving import save_pretrained
 from fastjax.runs.folder import claimed
 from fastjax.runs.model import load_model
 from fastjax.runs.opening import open_model
@@ -65,7 +66,7 @@ def export_checkpoint(
             else:
                 earlier, learnt = restore(checkpoints, earlier, load, console)
                 step = earlier.progress.step
-            model.replace(trainable=learnt).save_pretrained(folder)
+            save_pretrained(model.replace(trainable=learnt), folder)
         finally:
             checkpoints.close()
     return step

@@ -16,9 +16,10 @@ from convert.quantization_aware import QuantizationAware
 from convert.weights import open_weights
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
+from fastjax.execution.language_model import check_logits
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.adapters import check_fits
-from fastjax.language_model.rewards import check_logits
+from fastjax.language_model.variants import with_fake_quantization
 from fastjax.models.decoder import lm_logits
 
 
@@ -81,7 +82,7 @@ def compare_logits(
     own = [form for form in open_weights(fetch(first).folder).formats() if form.bits <= 8]
     same = aware is not None or (adapter is None and formats == own)
     if aware is not None:
-        model = model.with_fake_quantization(aware.weights, None, aware.modules_to_not_quantize)
+        model = with_fake_quantization(model, aware.weights, None, aware.modules_to_not_quantize)
     check_logits(model, str(first))
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, got none")

@@ -10,9 +10,11 @@ from rich.console import Console
 
 from convert.model.spec import QUANTIZED
 from fastjax.errors import ConfigError
-from fastjax.language_model import LanguageModel
+from fastjax.language_model import LanguageModel, variants
 from fastjax.language_model.adapters import attach_opened, with_fresh_adapter
+from fastjax.language_model.host import with_host_embedding, with_host_layers
 from fastjax.language_model.loading import load_opened, shapes_of
+from fastjax.language_model.rewards import with_score_head
 from fastjax.parallel import MeshShape
 from fastjax.runs.datasets import RunData
 from fastjax.runs.mesh import open_mesh
@@ -79,12 +81,12 @@ def with_start(model: LanguageModel, config: TrainConfig) -> LanguageModel:
         model: with the trained arrays' initial values.
         config: the run.
     """
-    return model.with_start(model.trainable) if config.holds_start else model
+    return variants.with_start(model, model.trainable) if config.holds_start else model
 
 
 def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:
-    model = model.with_host_embedding() if config.model.offload_embedding else model
-    return model.with_host_layers() if config.model.offload_layers else model
+    model = with_host_embedding(model) if config.model.offload_embedding else model
+    return with_host_layers(model) if config.model.offload_layers else model
 
 
 def load_base(
@@ -129,7 +131,7 @@ def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:
         model: the base.
         config: the run.
     """
-    return model.with_score_head(config.lora.random_state) if config.preferences.scores else model
+    return with_score_head(model, config.lora.random_state) if config.preferences.scores else model
 
 
 def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
@@ -144,7 +146,7 @@ def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | Op
                 f"training.qat: expected a base whose matrices are in {model.folder_dtype}, as config.json says, got "
                 f"{' and '.join(sorted(found))}"
             )
-    return model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
+    return variants.with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
 
 
 def run_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:

@@ -11,6 +11,7 @@ import jax
 
 from convert.weights import Weights
 from fastjax.language_model import LanguageModel
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.parallel import MeshShape
 from fastjax.runs.model import load_model, with_start
 from fastjax.runs.opening import OpenModel
@@ -102,7 +103,7 @@ class ModelLoading:
         if error is not None:
             raise error
         if model is not None and ":" not in policy:
-            return model.with_checkpointing(policy)
+            return with_checkpointing(model, policy)
         del model  # its layers lie in other stacks
         return self._load(policy, shape)
 

@@ -9,6 +9,8 @@ from fastjax.execution.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
 from fastjax.execution.policies import POLICIES, candidates, held_place, holds_more, policy_of
 from fastjax.execution.remat import compiler_options
 from fastjax.language_model import LanguageModel
+from fastjax.language_model.host import with_host_embedding, with_host_layers
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.parallel import MeshShape
 from fastjax.training.config import TrainConfig
 
@@ -60,9 +62,9 @@ def _settings(
     if (below := _below(config, model, shape, policy, others)) is not None:
         yield f"model.use_gradient_checkpointing: {below}"
     if shape.size == 1:
-        if not config.model.offload_layers and _taken(model.with_host_layers):
+        if not config.model.offload_layers and _taken(lambda: with_host_layers(model)):
             yield "model.offload_layers: true"
-        if not config.model.offload_embedding and _taken(model.with_host_embedding):
+        if not config.model.offload_embedding and _taken(lambda: with_host_embedding(model)):
             yield "model.offload_embedding: true"
         training = dataclasses.replace(config.training, offload_optimizer=True)
         if not config.training.offload_optimizer and _taken(lambda: dataclasses.replace(config, training=training)):
@@ -83,7 +85,7 @@ def _below(
     def suits(other: str) -> bool:
         if any(other == one or holds_more(other, one, row) for one in others):
             return False
-        return _taken(lambda: compiler_options(model.with_checkpointing(other).graphdef))
+        return _taken(lambda: compiler_options(with_checkpointing(model, other).graphdef))
 
     less = [least] if holds_more(more, least, row) else []
     less += [other for other in run_candidates(config, shape) if holds_more(least, other, row)]

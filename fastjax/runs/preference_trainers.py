@@ -246,7 +246,7 @@ class PreferenceTrainer(TRLTrainer):
 
         Args:
             model: with an adapter; for ORPO, SimPO and a reward model also with every weight trained. A reward model is
-                one `LanguageModel.with_score_head` has made.
+                one that `with_score_head` has made.
             args: the settings.
             train_dataset: as of `Trainer`.
             eval_dataset: likewise.

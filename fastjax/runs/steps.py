@@ -16,6 +16,7 @@ from fastjax.data.batches import Batch
 from fastjax.execution.policies import offloads
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.quantization import read_in_place
 from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
@@ -272,7 +273,7 @@ class RunShapes:
         """The model; where it is not in memory, "NAME:k" may have stacks of its own."""
         if self._opened is not None and ":" in policy:
             return run_shapes(with_policy(self.config, policy), self._opened)
-        return self._whole.with_checkpointing(policy)
+        return with_checkpointing(self._whole, policy)
 
     def step(self, policy: str, mesh: Mesh | None = None) -> tuple[Any, tuple[Any, Any, Batch]]:
         """The jitted step, and the shapes of its state, frozen weights and batch.

@@ -19,7 +19,9 @@ from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens,
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
-from fastjax.language_model.handle import handle_of
+from fastjax.language_model.handle import handle_of, value_of
+from fastjax.language_model.host import has_host_embedding, has_host_layers
+from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
@@ -133,7 +135,6 @@ class Trainer:
     folder. For several devices use `fastjax train`, which loads the weights in parts.
 
     Attributes:
-        model: the model as a value, trained after `train`.
         handle: the model as it was given, where it is a handle; it becomes the trained one, also by an error.
     """
 
@@ -206,7 +207,7 @@ class Trainer:
         qat = settings.training.quantization
         self._taken = model
         if qat is not None and model.quantization_aware is None:
-            model = model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
+            model = with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
         if settings.max_seq_length is not None:
             model = model.replace(max_seq_length=min(settings.max_seq_length, model.max_seq_length))
         self.config = _config(model, settings, self._paths)
@@ -219,7 +220,12 @@ class Trainer:
         self._start = model.trainable if begun else None
         if self._own.loss is None or settings.preferences.scores:
             _check_head(model, settings.preferences)
-        self.model = model.replace(tokenizer=self._tokenizer)
+        self._model = model.replace(tokenizer=self._tokenizer)
+
+    @property
+    def model(self) -> ModelHandle:
+        """The model as this trainer has it, trained after `train`."""
+        return ModelHandle(self._model)
 
     def train(self, resume: bool = False) -> FineTuned:
         """Train, and save the result.
@@ -241,7 +247,7 @@ class Trainer:
         """
         if self.handle.value is not self._taken:
             self._take(self.handle.value)  # another trainer has trained it since
-        config, console, model = self.config, self._console, self.model.with_start(self._start)
+        config, console, model = self.config, self._console, with_start(self._model, self._start)
         self._ended, changed, resume = False, [], resume or config.output.resume
         with claimed(config, resume=resume) as folder:
             if resume and finished(folder, config):
@@ -272,9 +278,8 @@ class Trainer:
             before = None if earlier is None else earlier.checkpointing
             step = compile_loaded(RunShapes(config, model, *facts), before, tell)
             step = step or RunStep(model.execution.remat, None, MeshShape())
-            model = model.with_checkpointing(step.policy).replace(
-                remat_auto=model.remat_auto
-            )  # a later run chooses anew
+            auto = model.remat_auto  # a later run chooses anew
+            model = with_checkpointing(model, step.policy).replace(remat_auto=auto)
             checkpoints.extra = describe(config, data, identity, step.policy, 1)
             run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
             startup = Startup(loaded, time.perf_counter() - began - loaded)
@@ -289,9 +294,9 @@ class Trainer:
 
     def _keep(self, model: LanguageModel) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
-        model = model.with_start(None)
+        model = with_start(value_of(model), None)
         self.handle.become(model)
-        self.model, self._taken = model, self.handle.value
+        self._model, self._taken = model, self.handle.value
 
     def _end(self) -> None:
         self._ended = True
@@ -358,8 +363,8 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
         full_finetuning=model.full_finetuning,
         use_gradient_checkpointing="auto" if model.remat_auto else model.execution.remat,
-        offload_embedding=model.has_host_embedding,
-        offload_layers=model.has_host_layers,
+        offload_embedding=has_host_embedding(model),
+        offload_layers=has_host_layers(model),
         mlp_chunk=model.execution.mlp_chunk,
         layer_loop=model.execution.layer_loop,  # pyright: ignore[reportArgumentType]
     )

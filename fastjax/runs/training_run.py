@@ -15,7 +15,9 @@ from rich.console import Console
 from fastjax.data import Batches, Dataset
 from fastjax.data.batches import Batch, OwnRows
 from fastjax.errors import ConfigError, Interrupted, TrainingError
-from fastjax.language_model import LanguageModel
+from fastjax.language_model import LanguageModel, ModelHandle
+from fastjax.language_model.saving import save_pretrained
+from fastjax.language_model.variants import with_start
 from fastjax.parallel import place, row_shardings
 from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
@@ -53,7 +55,7 @@ from fastjax.training.watchdog import Watchdog
 from pallas_kernels.cards import peak_flops
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
-Evaluate = Callable[[LanguageModel], Mapping[str, float]]
+Evaluate = Callable[[ModelHandle], Mapping[str, float]]
 
 
 class FineTuned(NamedTuple):
@@ -66,7 +68,7 @@ class FineTuned(NamedTuple):
         config: the settings, with names on the hub at their commit.
     """
 
-    model: LanguageModel
+    model: ModelHandle
     folder: Path
     evaluation: Evaluation | None
     config: TrainConfig
@@ -225,8 +227,8 @@ class TrainingRun:
                 _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
             watchdog.watch(f"the result, {self.folder.result}")
-            self.model = self.model.replace(trainable=self._chosen(fitted)).with_start(None)
-            self.model.save_pretrained(self.folder.result)  # all processes, of which the first writes
+            self.model = with_start(self.model.replace(trainable=self._chosen(fitted)), None)
+            save_pretrained(self.model, self.folder.result)  # all processes, of which the first writes
             watchdog.watch(None)
             self._sample(sinks, fitted.progress.step)
             watchdog.watch("the other processes, after the result")
@@ -239,7 +241,7 @@ class TrainingRun:
             _tell(sinks, fitted.progress.step, status, message, files=files, base=base, **memory)
             barrier("saved")
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
-        return FineTuned(self.model, self.folder.result, evaluation, config)
+        return FineTuned(ModelHandle(self.model), self.folder.result, evaluation, config)
 
     def reached(self) -> LanguageModel | None:
         """The model as far as training came; None: the step that failed took its weights with it."""
@@ -297,9 +299,8 @@ class TrainingRun:
         if self.own.evaluate is None:
             return found
         watchdog.watch(None)  # it may take any time
-        extra = {
-            name: float(value) for name, value in self.own.evaluate(self.model.replace(trainable=trainable)).items()
-        }
+        model = ModelHandle(self.model.replace(trainable=trainable))
+        extra = {name: float(value) for name, value in self.own.evaluate(model).items()}
         wrong = [name for name in extra if not name.startswith("eval_")]
         if wrong:
             raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {', '.join(wrong)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _EVALUATE = "Trainer's evaluate"
-_HUB = "LanguageModel.push_to_hub"
+_HUB = "model.push_to_hub"
 _OPTIMIZER = "Trainer(optimizer=…)"
 _PARALLEL = "fastjax train with parallel.fsdp"
 _TRACKERS = "report_to with tensorboard or wandb"
@@ -72,7 +72,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "data_seed": ((), "seed, which is the data's too"),
     "use_cpu": ((), "the environment's JAX_PLATFORMS=cpu"),
     "dataloader_drop_last": ((), "the last rows of an epoch, in a batch without others"),
-    "do_predict": ((), "LanguageModel.generate"),
+    "do_predict": ((), "model.generate"),
     "chat_template_path": ((), "get_chat_template"),
     "dataset_kwargs": ((), "rows of token ids, which are taken as they are"),
     "padding_free": ((), "packing"),

@@ -24,7 +24,7 @@ class TRLTrainer:
         return self._trainer.train(resume=resume_from_checkpoint)
 
     def save_model(self, output_dir: str) -> None:
-        """Write the trained weights; see `LanguageModel.save_pretrained`.
+        """Write the trained weights; see `language_model.saving.save_pretrained`.
 
         Args:
             output_dir: the folder.

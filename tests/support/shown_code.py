@@ -11,14 +11,11 @@ from typing import Any
 
 from flax import nnx
 
+from fastjax.execution.language_model import Model
 from fastjax.language_model import LanguageModel, ModelHandle
 
 #: Of whose names is read; of other packages the modules and what is imported from them.
 OWN = ("fastjax", "convert", "pallas_kernels")
-
-
-#: A class that answers for another → that one.
-HANDLES = {ModelHandle: LanguageModel}
 
 
 class Instance(typing.NamedTuple):
@@ -131,7 +128,7 @@ class Reader(ast.NodeVisitor):
         """Whether a function is found in the class of an instance, and takes it first."""
         if not isinstance(node, ast.Attribute) or not isinstance(held := self.value_of(node.value), Instance):
             return False
-        return inspect.isfunction(inspect.getattr_static(held.of, node.attr))
+        return inspect.isfunction(inspect.getattr_static(_has(held.of, node.attr), node.attr))
 
     def value_of(self, node: ast.expr) -> Any:
         """An expression's value or `Instance`; None: it is not known."""
@@ -157,13 +154,13 @@ class Reader(ast.NodeVisitor):
             return getattr(held, name) if held is not None and ours else None
         if not held.of.__module__.startswith(OWN) or issubclass(held.of, nnx.Module):  # whose parts are not declared
             return None
-        for kind in held.of.__mro__:
+        for kind in _has(held.of, name).__mro__:
             if name in vars(kind).get("__annotations__", {}):
                 return _instance(vars(kind)["__annotations__"][name], vars(sys.modules[kind.__module__]))
-        found = inspect.getattr_static(held.of, name)  # AttributeError: no such name
+        found = inspect.getattr_static(_has(held.of, name), name)  # AttributeError: no such name
         if isinstance(found, property):
             return self._returned(found.fget)
-        return getattr(held.of, name)
+        return getattr(_has(held.of, name), name)
 
     def _returned(self, function: Any) -> Any:
         if not callable(function) or not getattr(function, "__module__", "").startswith(OWN):
@@ -172,10 +169,17 @@ class Reader(ast.NodeVisitor):
         return _instance(getattr(function, "__annotations__", {}).get("return"), getattr(function, "__globals__", {}))
 
 
+def _has(kind: type, name: str) -> type:
+    """The class that has a name of an instance's: a handle's own, or its value's."""
+    return LanguageModel if kind is ModelHandle and not hasattr(kind, name) else kind
+
+
 def _instance(hint: Any, names: dict[str, Any]) -> Instance | None:
     """The instance that an annotation describes; None: it is neither a class nor a tuple of classes."""
     if isinstance(hint, str):
         hint = eval(hint, {}, _Names(vars(builtins) | names))
     if typing.get_origin(hint) is tuple:
-        return Instance(tuple[*(HANDLES.get(part, part) for part in typing.get_args(hint))])
-    return Instance(HANDLES.get(hint, hint)) if isinstance(hint, type) else None
+        return Instance(hint)
+    if hint is Model:  # pages hold handles
+        return Instance(ModelHandle)
+    return Instance(hint) if isinstance(hint, type) else None

@@ -7,8 +7,9 @@ from convert.model.config import ModelConfig
 from fastjax.bench.documents import Documents, packed, segment_ids
 from fastjax.bench.step.case import StepCase
 from fastjax.data.batches import Batch
-from fastjax.language_model import FastLanguageModel
-from fastjax.language_model.model import LanguageModel
+from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.language_model.host import with_host_embedding, with_host_layers
+from fastjax.language_model.variants import with_fake_quantization
 from fastjax.lora.sites import projections
 from fastjax.training.config.qat import NAMED
 
@@ -49,9 +50,9 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         )
     if case.qat is not None:
         qat, hf_config = NAMED[case.qat], {**model.hf_config, "dtype": str(model.dtype)}
-        model = model.replace(hf_config=hf_config).with_fake_quantization(qat.weights, qat.activations)
-    model = model.with_host_embedding() if case.offload_embedding else model
-    return model.with_host_layers() if case.offload_layers else model
+        model = with_fake_quantization(model.replace(hf_config=hf_config), qat.weights, qat.activations)
+    model = with_host_embedding(model) if case.offload_embedding else model
+    return with_host_layers(model) if case.offload_layers else model
 
 
 def adapted_modules(config: ModelConfig, adapters: str) -> list[str]:

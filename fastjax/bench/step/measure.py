@@ -23,7 +23,7 @@ from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.language_model.model import LanguageModel
+from fastjax.language_model import LanguageModel
 from fastjax.parallel import place, row_shardings
 from fastjax.runs.steps import sums_once
 from fastjax.training.flops import attended_length, flops_per_token

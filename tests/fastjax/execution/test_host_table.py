@@ -6,6 +6,7 @@ import pytest
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.host import has_host_embedding, with_device_embedding, with_host_embedding
 from tests.support import steps, tiny
 
 CONFIG = tiny.config(tie_word_embeddings=False)
@@ -18,7 +19,7 @@ def base(tmp_path_factory):
 
 def test_the_step_is_the_same_bit_for_bit(base):
     model = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
-    moved = model.with_host_embedding()
+    moved = with_host_embedding(model)
     assert in_host_memory(moved.frozen["embed_tokens"]["weight"])
     assert not in_host_memory(model.frozen["embed_tokens"]["weight"])
     batch = tiny.batches(CONFIG, 1)[0]
@@ -32,13 +33,13 @@ def test_the_step_is_the_same_bit_for_bit(base):
 def test_a_trained_table_stays_on_the_device(base, options):
     model = FastLanguageModel.get_peft_model(base, r=2, **options)
     with pytest.raises(ConfigError, match="offload_embedding: expected false"):
-        model.with_host_embedding()
+        with_host_embedding(model)
 
 
 def test_a_tied_table_stays_on_the_device(tmp_path):
     model = tiny.adapted(tiny.model(tmp_path, tiny.config(tie_word_embeddings=True)))
     with pytest.raises(ConfigError, match="tied"):
-        model.with_host_embedding()
+        with_host_embedding(model)
 
 
 def test_a_loaded_table_stays_in_the_host_under_adapters(tmp_path):
@@ -54,6 +55,6 @@ def test_a_loaded_table_stays_in_the_host_under_adapters(tmp_path):
     adapter = fresh.save_pretrained(tmp_path / "adapter")
     bare, _ = FastLanguageModel.from_pretrained(folder, offload_embedding=True, **options | {"new_tokens": None})
     loaded = FastLanguageModel.load_adapter(bare, adapter)  # its table grows
-    assert model.has_host_embedding and fresh.has_host_embedding and loaded.has_host_embedding
-    assert not loaded.with_device_embedding().has_host_embedding
+    assert has_host_embedding(model) and has_host_embedding(fresh) and has_host_embedding(loaded)
+    assert not has_host_embedding(with_device_embedding(loaded))
     np.testing.assert_array_equal(tiny.logits(loaded, tokens), expected)

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
@@ -15,6 +14,8 @@ from fastjax.execution.streamed import run_streamed
 from fastjax.generation import generate
 from fastjax.host_memory import in_host_memory, to_host_memory
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.host import with_host_layers
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.step import COMPILER_OPTIONS, init_state, make_train_step
@@ -31,9 +32,7 @@ def in_host(model):
 
 def by_chunks(model, chunk):
     """The model whose MLPs compute so many tokens at a time."""
-    decoder, execution = model.module(), dataclasses.replace(model.execution, mlp_chunk=chunk)
-    decoder.executor = execution
-    return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0], execution=execution)
+    return model.executed(dataclasses.replace(model.execution, mlp_chunk=chunk))
 
 
 def loop_bodies(text):
@@ -55,8 +54,8 @@ def adapted(tmp_path_factory):
 @pytest.mark.exhaustive("offload-16")  # both passes, residuals and chunks; "full" is the mixture's below
 @pytest.mark.parametrize(("policy", "chunk"), [("full", None), ("projections", None), ("offload", 16)])
 def test_the_step_is_the_same_bit_for_bit(adapted, policy, chunk):
-    plain = by_chunks(adapted.with_checkpointing(policy), chunk)
-    moved = plain.with_host_layers()
+    plain = by_chunks(with_checkpointing(adapted, policy), chunk)
+    moved = with_host_layers(plain)
     assert not in_host(plain) and any("gate_up" in name and "codes" in name for name in in_host(moved))
     batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
     (metrics, grads), (expected, other) = steps.gradients(moved, batch), steps.gradients(plain, batch)
@@ -80,7 +79,7 @@ def test_the_first_layers_alone_send_their_attention_to_the_host():
 def test_periods_of_layers_and_their_sums(tmp_path):
     """Two kinds of layers by turns and one at the end, which stays on the device; the routers' sums have gradients."""
     model = tiny.adapted(tiny.model(tmp_path, MIXTURE), target_modules=["q_proj", "o_proj"])
-    moved = model.with_host_layers()
+    moved = with_host_layers(model)
     assert [(stack.period, stack.count) for stack in moved.plan] == [(2, 2), (1, 1)]
     assert {name.split("]")[1] for name in in_host(moved)} == {"[0"}, "of the stack with number 0"
     batch, loss = tiny.batches(MIXTURE, 1)[0], functools.partial(loss_sums, router_aux_loss_coef=0.5)
@@ -91,7 +90,7 @@ def test_periods_of_layers_and_their_sums(tmp_path):
 
 def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
     """As a run compiles it, before its model is there; the program of the test above."""
-    moved = by_chunks(adapted.with_checkpointing("offload"), 16).with_host_layers()
+    moved = with_host_layers(by_chunks(with_checkpointing(adapted, "offload"), 16))
     batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
     step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter)
     state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
@@ -116,12 +115,12 @@ def test_loaded_layers_stay_in_the_host(tmp_path):
     options = {"dtype": "float32", "max_seq_length": 64}
     loaded, _ = FastLanguageModel.from_pretrained(folder, offload_layers=True, **options)
     plain, _ = FastLanguageModel.from_pretrained(folder, **options)
-    assert in_host(loaded) == in_host(plain.with_host_layers())
+    assert in_host(loaded) == in_host(with_host_layers(plain))
     steps.assert_same(loaded.frozen, plain.frozen)
     # Adapters on the second half of the layers: stacks of two, rearranged.
     lora = {"r": 2, "layers_to_transform": [2, 3], "init_lora_weights": False}
     fresh, other = (FastLanguageModel.get_peft_model(model, **lora) for model in (loaded, plain))
-    assert [stack.count for stack in fresh.plan] == [2, 2] and in_host(fresh) == in_host(other.with_host_layers())
+    assert [stack.count for stack in fresh.plan] == [2, 2] and in_host(fresh) == in_host(with_host_layers(other))
     prompts = [[5, 9, 30], [7, 8]]
     assert generate(fresh, prompts, max_new_tokens=4) == generate(other, prompts, max_new_tokens=4)
     merged = fresh.save_pretrained_merged(tmp_path / "merged", base_in_nf4=True)
@@ -130,10 +129,10 @@ def test_loaded_layers_stay_in_the_host(tmp_path):
 
 def test_refusals(adapted):
     with pytest.raises(ConfigError, match="offload_layers: expected false where every weight is trained, got true"):
-        FastLanguageModel.from_config(tiny.CONFIG, 32, full_finetuning=True).with_host_layers()
+        with_host_layers(FastLanguageModel.from_config(tiny.CONFIG, 32, full_finetuning=True))
     with pytest.raises(ConfigError, match="offload_layers: expected false where no layers are scanned, got true; set"):
-        FastLanguageModel.from_config(tiny.CONFIG, 32, layer_loop="unroll").with_host_layers()
-    model = adapted.with_host_layers()
+        with_host_layers(FastLanguageModel.from_config(tiny.CONFIG, 32, layer_loop="unroll"))
+    model = with_host_layers(adapted)
     step = make_train_step(model.graphdef, steps.RECORDER, model.trainable_filter, mesh=make_mesh(data=2))
     state = init_state(model.trainable, steps.RECORDER, jax.random.key(0))
     with pytest.raises(ConfigError, match="frozen: expected arrays in the memory of 2 devices"):
@@ -148,7 +147,7 @@ def test_refusals(adapted):
 def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, keys):
     """Bit for bit the same as with the same residuals on the device, or computed again; and they are in the host."""
     batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
-    moved, plain = (adapted.with_checkpointing(name) for name in (policy, "full"))
+    moved, plain = (with_checkpointing(adapted, name) for name in (policy, "full"))
     (metrics, grads), (expected, other) = steps.gradients(moved, batch), steps.gradients(plain, batch)
     assert metrics["loss"] == expected["loss"]
     steps.assert_same(grads, other)

@@ -15,6 +15,7 @@ from convert.gguf import export_gguf
 from convert.quantize import quantize
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.variants import with_fake_quantization
 from fastjax.quantization.fake import WEIGHTS, fake_quantize
 from fastjax.training.step import init_state
 from tests.fastjax.quantization.test_fake import integers
@@ -44,7 +45,7 @@ def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, 
     arrays = {name: array.astype(own) for name, array in tiny.arrays(config).items()}
     folder = tiny.write_folder(tmp_path / "base", config, arrays)
     ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
-    aware = ours.with_fake_quantization(scheme)
+    aware = with_fake_quantization(ours, scheme)
     merged = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4" if scheme == "nf4" else None)
     if scheme == "int4-32":
         merged = quantized_folder(merged, tmp_path / "quantized", config, own)
@@ -76,7 +77,7 @@ def one_layer(tmp_path_factory):
 def test_every_format_that_a_merge_writes_is_what_was_trained(one_layer, tmp_path, scheme):
     ours, tokens, plain = one_layer
     merged = tiny.model(ours.save_pretrained_merged(tmp_path / scheme, dtype=scheme), ONE_LAYER)
-    aware, expected = ours.with_fake_quantization(scheme), tiny.logits(merged, tokens)
+    aware, expected = with_fake_quantization(ours, scheme), tiny.logits(merged, tokens)
     np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=1e-5)
     assert np.abs(plain - expected).max() > 0.1
 
@@ -90,7 +91,7 @@ def test_a_gguf_file_has_the_values_that_were_trained(tmp_path, type):
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     base, _ = FastLanguageModel.from_pretrained(tmp_path / "base", dtype="float32", load_in_4bit=False)
     ours = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
-    aware = ours.with_fake_quantization(type, None, ["o_proj"])
+    aware = with_fake_quantization(ours, type, None, ["o_proj"])
     merged = aware.save_pretrained_merged(tmp_path / "merged")
     assert export_gguf(merged, tmp_path / "m.gguf", type=type, skip=["o_proj"]).notes == ()
     (note,) = export_gguf(merged, tmp_path / "other.gguf", type="q5_0").notes
@@ -127,20 +128,20 @@ def test_an_adapter_over_nf4_goes_back_to_nf4(tmp_path, packed):
         quantize(folder, tmp_path / "packed")
         folder = tmp_path / "packed"
     ours = tiny.adapted(tiny.model(folder, config, load_in_4bit=True), target_modules=["q_proj", "up_proj"])
-    aware = ours.with_fake_quantization("nf4")
+    aware = with_fake_quantization(ours, "nf4")
     folder = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4", base_in_nf4=not packed)
     tokens = np.stack(tiny.documents(config, (40, 40)))
     expected = tiny.logits(tiny.model(folder, config, load_in_4bit=True), tokens)
     np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
     with pytest.raises(ConfigError, match=r"load_in_4bit: false.* with int4-32, got NF4 weights"):
-        ours.with_fake_quantization("int4-32")
+        with_fake_quantization(ours, "int4-32")
 
 
 def test_modules_that_are_left_out_of_the_training_are_left_out_of_the_merge(tmp_path):
     config = tiny.config(**WIDE, dtype="float32")
     folder = tiny.write_folder(tmp_path / "base", config, tiny.arrays(config))
     ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "down_proj"])
-    aware = ours.with_fake_quantization("int4-32", None, ["down_proj"])
+    aware = with_fake_quantization(ours, "int4-32", None, ["down_proj"])
     tokens = np.stack(tiny.documents(config, (40, 40)))
     expected, found = tiny.logits(aware, tokens), {}
     for name, skip in (("skipped", ["down_proj"]), ("whole", [])):
@@ -153,11 +154,11 @@ def test_modules_that_are_left_out_of_the_training_are_left_out_of_the_merge(tmp
 
 def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):
     config = tiny.config(**WIDE, dtype="bfloat16")
-    model = tiny.model(tmp_path / "base", config, full_finetuning=True).with_fake_quantization("int4-32")
+    model = with_fake_quantization(tiny.model(tmp_path / "base", config, full_finetuning=True), "int4-32")
     saved = model.save_pretrained(tmp_path / "saved")
     quantized = tiny.model(quantized_folder(saved, tmp_path / "quantized", config, ml_dtypes.bfloat16), config)
     # what is not quantised was rounded to bfloat16 by the save
-    plain = tiny.model(saved, config, full_finetuning=True).with_fake_quantization("int4-32")
+    plain = with_fake_quantization(tiny.model(saved, config, full_finetuning=True), "int4-32")
     tokens = np.stack(tiny.documents(config, (40, 40)))
     np.testing.assert_allclose(tiny.logits(plain, tokens), tiny.logits(quantized, tokens), rtol=0, atol=TOLERANCE)
     assert np.abs(tiny.logits(plain, tokens) - tiny.logits(tiny.model(saved, config), tokens)).max() > 0.1
@@ -166,7 +167,7 @@ def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):
 def test_a_step_is_plain_before_the_start_and_quantised_from_it_on_in_one_program():
     config = tiny.config(**WIDE)
     plain = tiny.adapted(tiny.model(tiny.shared_folder(**WIDE), config), target_modules=["q_proj", "down_proj"])
-    aware = plain.with_fake_quantization("int4-32", None, ["self_attn", "gate_proj", "up_proj"])
+    aware = with_fake_quantization(plain, "int4-32", None, ["self_attn", "gate_proj", "up_proj"])
     [batch] = tiny.batches(config, 1)
     expected, quantized = gradients(plain, batch), gradients(aware, batch)
     step = recording_step(aware.graphdef, aware.trainable_filter, quantize_from=2)
@@ -185,14 +186,14 @@ def test_a_format_of_inputs_that_do_not_fit_is_named():
     model = tiny.model(tiny.shared_folder(**changed), tiny.config(**changed))
     message = "qat.activations: expected a format for layers.0.mlp.(down_proj), got nvfp4: rows of 72 columns are not"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        model.with_fake_quantization("int8", "nvfp4")
+        with_fake_quantization(model, "int8", "nvfp4")
 
 
 def test_modules_are_left_out_by_name(tmp_path):
     config = tiny.config(**WIDE)
     model = tiny.model(tiny.shared_folder(**WIDE), config)
     tokens = np.stack(tiny.documents(config, (40, 40)))
-    all_but = model.with_fake_quantization("int4-32", None, ["self_attn", "down_proj"])
+    all_but = with_fake_quantization(model, "int4-32", None, ["self_attn", "down_proj"])
     kept = {name for name, array in tiny.arrays(config).items() if "gate_proj" not in name and "up_proj" not in name}
     whole = quantized_folder(tiny.shared_folder(**WIDE), tmp_path / "whole", config, np.float32)
     checkpoint, quantized = open_checkpoint(tiny.shared_folder(**WIDE)), open_checkpoint(whole)
@@ -224,7 +225,7 @@ def test_what_is_not_served_is_refused_by_name(lora, arguments, message):
     if lora is not None:
         model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"], **lora)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        model.with_fake_quantization(**{"weights": "int4-32", **arguments})
+        with_fake_quantization(model, **{"weights": "int4-32", **arguments})
 
 
 def test_other_dtypes_modules_in_float32_and_chunks_are_refused():
@@ -241,4 +242,4 @@ def test_other_dtypes_modules_in_float32_and_chunks_are_refused():
         changed = {**WIDE, "dtype": own}
         model = tiny.model(tiny.shared_folder(**changed), tiny.config(**changed), **options)
         with pytest.raises(ConfigError, match=re.escape(message)):
-            model.with_fake_quantization("int4-32")
+            with_fake_quantization(model, "int4-32")

@@ -13,6 +13,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import shapes_of
+from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.planning.device import Elsewhere
 from fastjax.runs.mesh import open_mesh
@@ -55,7 +56,7 @@ def model(kind):
     loading = {"load_in_4bit": False, "layer_loop": "scan", **loading}
     base = tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), **loading)
     ours = tiny.adapted(base, **{name: changes[name] for name in ADAPTING if name in changes})
-    return ours.with_fake_quantization(changes["quantised"]) if "quantised" in changes else ours
+    return with_fake_quantization(ours, changes["quantised"]) if "quantised" in changes else ours
 
 
 @functools.cache
@@ -149,7 +150,7 @@ def test_who_does_not_sum_once(kind, axes, reason):
 def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, reason):
     if JAX_VERSION < (0, 11) and reason is None:
         reason = "it needs jax 0.11"
-    ours, mesh = model(kind).with_checkpointing(policy), open_mesh(MeshShape(fsdp=2), Elsewhere(card, 2).devices)
+    ours, mesh = with_checkpointing(model(kind), policy), open_mesh(MeshShape(fsdp=2), Elsewhere(card, 2).devices)
     found = why_not_once(ours, mesh)
     assert sums_once(ours, mesh) == (reason is None)
     assert found is None if reason is None else found.startswith(reason)

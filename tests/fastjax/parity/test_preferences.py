@@ -14,6 +14,7 @@ import fastjax
 from fastjax import FastLanguageModel
 from fastjax.data import Batches, prepare
 from fastjax.data.sources import given_rows
+from fastjax.language_model.rewards import with_score_head
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -132,7 +133,7 @@ def theirs(kind, options, rows, start, folder, tokenizer):
 @pytest.mark.parametrize("kind", CASES)
 def test_ten_steps(kind, base, tmp_path):
     model, tokenizer = base
-    model = model.with_score_head() if kind == "Reward" else model
+    model = with_score_head(model) if kind == "Reward" else model
     # DPO begins with an adapter that is not the base: as there the reference is a copy of it.
     model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, init_lora_weights=kind != "DPO")
     model.save_pretrained(tmp_path / "start")
@@ -168,7 +169,7 @@ def test_ten_steps(kind, base, tmp_path):
 def test_reward_models_in_files(base, tmp_path):
     """Adapter, merged folder, whole model: rewards of texts in a padded batch, and all of it read back."""
     model, tokenizer = base
-    model = model.with_score_head(2)
+    model = with_score_head(model, 2)
     ours = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False)
     texts = [row["prompt"] + row["chosen"] for row in pairs()]
     ended = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True)

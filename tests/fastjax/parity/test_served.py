@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from convert.checkpoint import open_checkpoint
+from fastjax.language_model.variants import with_fake_quantization
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")
@@ -33,7 +34,7 @@ def adapted():
     ],
 )
 def test_logits_are_those_of_the_trained_model(adapted, tmp_path, weights, activations):
-    aware = adapted.with_fake_quantization(weights, activations)
+    aware = with_fake_quantization(adapted, weights, activations)
     folder = aware.save_pretrained_merged(tmp_path / "served", dtype=weights)
     said = open_checkpoint(folder).config["quantization_config"]["config_groups"]["group_0"]["input_activations"]
     assert (said is None) == (activations is None)
@@ -46,7 +47,7 @@ def test_logits_are_those_of_the_trained_model(adapted, tmp_path, weights, activ
     assert equal == 1 if activations is None else equal > 0.95
     assert same_tokens(adapted, expected) == 0
     if activations is not None:
-        assert same_tokens(adapted.with_fake_quantization(weights), expected) < 0.1
+        assert same_tokens(with_fake_quantization(adapted, weights), expected) < 0.1
 
 
 def same_tokens(model, expected):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from convert import adapters, checkpoint, files
 from fastjax.data import new_tokens, tokenizer
+from fastjax.language_model.saving import save_pretrained
 from fastjax.models import outline
 from fastjax.runs import opening
 from fastjax.runs.fine_tune import fine_tune
@@ -53,7 +54,7 @@ def test_a_run_opens_its_folders_once(tmp_path, monkeypatch, opened):
         stopped.append(run.model)
 
     def saved(run, *_):
-        run.model.replace(trainable=run.state.trainable).save_pretrained(tmp_path / "adapter")
+        save_pretrained(run.model.replace(trainable=run.state.trainable), tmp_path / "adapter")
 
     stopped = []
     monkeypatch.setattr(TrainingRun, "train", saved)

@@ -28,6 +28,10 @@ from fastjax import (
 from fastjax.cli import main
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError, DataError
+from fastjax.generation.text import answer
+from fastjax.language_model.logits import logits
+from fastjax.language_model.rewards import rewards, with_score_head
+from fastjax.language_model.saving import save_pretrained, save_pretrained_gguf
 from fastjax.runs.opening import open_model, open_shapes
 from fastjax.runs.steps import RunShapes
 from tests.support.runs import metrics
@@ -55,14 +59,14 @@ def base():
 
 @pytest.fixture(scope="module")
 def model(base):
-    return FastLanguageModel.get_peft_model(base.with_score_head(), r=4).value
+    return FastLanguageModel.get_peft_model(with_score_head(base), r=4).value
 
 
 @pytest.fixture(scope="module")
 def folders(model, base, tmp_path_factory):
     """Adapters on a score and on logits, and a reward model."""
     folder = tmp_path_factory.mktemp("folders")
-    model.save_pretrained(folder / "score")
+    save_pretrained(model, folder / "score")
     FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"]).save_pretrained(folder / "logits")
     merge(TINY, folder / "score", folder / "model")
     return folder
@@ -145,18 +149,18 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
 def test_rewards_do_not_depend_on_their_neighbours(model):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     examples = [{"prompt": "Ben has", "completion": " 9 pens." * n} for n in (1, 5)] + [chat, "Ben has 9 pens."]
-    together = model.rewards(examples, batch_size=2)
+    together = rewards(model, examples, batch_size=2)
     assert together.dtype == np.float32 and np.ptp(together) > 0.05
     assert together[0] == pytest.approx(together[3], abs=1e-5)  # a text is all of it
-    np.testing.assert_allclose(model.rewards(examples[::-1], batch_size=2)[::-1], together, atol=1e-5)
-    assert model.rewards([]).shape == (0,)
+    np.testing.assert_allclose(rewards(model, examples[::-1], batch_size=2)[::-1], together, atol=1e-5)
+    assert rewards(model, []).shape == (0,)
     for wrong, message in (
         ([chat[:1]], "example 0: expected one that ends with an answer"),
         (["a " * 999], "example 0: expected at most 256 tokens, got "),
         ([3], "example 0: expected an object"),
     ):
         with pytest.raises(DataError, match=message):
-            model.rewards(wrong)
+            rewards(model, wrong)
 
 
 def test_models_without_and_with_a_score(model, base, tmp_path):
@@ -164,7 +168,7 @@ def test_models_without_and_with_a_score(model, base, tmp_path):
     get_peft_model = FastLanguageModel.get_peft_model
     adapted = get_peft_model(base, r=4, target_modules=["q_proj"])
     orpo = TrainerSettings(OutputSection(str(tmp_path)), preferences=PreferencesSection("orpo"))
-    scored = base.with_score_head()
+    scored = with_score_head(base)
     refused = {
         "model: expected a reward model with preferences.loss: reward": lambda: Trainer(
             adapted, None, [{}], None, settings
@@ -172,16 +176,16 @@ def test_models_without_and_with_a_score(model, base, tmp_path):
         "model: expected one with logits with preferences.loss: orpo": lambda: Trainer(model, None, [{}], None, orpo),
         "RewardConfig: pad_token: expected none, .* a tokenizer": lambda: RewardConfig(others={"pad_token": "x"}),
         "with_score_head: expected a model without an adapter": adapted.with_score_head,
-        "rewards: expected a reward model": lambda: base.rewards(["a"]),
-        "logits: expected a model with logits, got a reward model": lambda: model.logits([[1]]),
-        "generate: expected a model with logits": lambda: model.generate(["a"]),
+        "rewards: expected a reward model": lambda: rewards(base, ["a"]),
+        "logits: expected a model with logits, got a reward model": lambda: logits(model, [[1]]),
+        "generate: expected a model with logits": lambda: answer(model, ["a"]),
         "target_modules: .*'lm_head'.*which none has": lambda: get_peft_model(scored, target_modules=["lm_head"]),
         "modules_to_save: expected some of .*'score'": lambda: get_peft_model(scored, modules_to_save=["lm_head"]),
     }
     for message, attempt in refused.items():
         with pytest.raises(ConfigError, match=message):
             attempt()
-    assert model.with_score_head() is model and model.lora.modules_to_save == ["score"]
+    assert with_score_head(model) is model and model.lora.modules_to_save == ["score"]
     made = RewardTrainer(model, train_dataset=[{}], max_length=64)._trainer.config
     assert made.preferences == PreferencesSection("reward", max_length=64) and made.data.too_long == "drop"
     assert (made.optimizer.learning_rate, made.training.per_device_train_batch_size) == (1e-4, 8)
@@ -234,7 +238,7 @@ def test_a_gguf_file_is_refused(folders, model, tmp_path):
     with pytest.raises(ConvertError, match="expected a model with logits, got one with a score"):
         export_gguf(folders / "model", tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match="save_pretrained_gguf: expected a model with logits"):
-        model.save_pretrained_gguf(tmp_path / "b")
+        save_pretrained_gguf(model, tmp_path / "b")
 
 
 def test_what_a_run_refuses_before_weights_are_read(folders):

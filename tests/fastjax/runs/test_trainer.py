@@ -18,6 +18,7 @@ from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, 
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.runs import checkpointing
 from fastjax.runs.folder import RUN_FILES
 from tests.support.runs import metrics
@@ -150,7 +151,7 @@ def test_what_is_recomputed_is_chosen_by_the_devices_memory(model, tmp_path, mon
     trained, (second,), others = chosen("tight", model, first["device_bytes"] - held + 2**20 - 1)
     assert trained.execution.remat == second["policy"] != "projections" and "projections" in second["refused"]
     np.testing.assert_allclose([row["loss"] for row in others], [row["loss"] for row in losses], rtol=1e-6)
-    fixed = model.with_checkpointing("attention")
+    fixed = with_checkpointing(model, "attention")
     trained, (third,), _ = chosen("fixed", fixed, 2**40)
     assert (
         trained.execution.remat == third["policy"] == "attention" and not trained.remat_auto and third["refused"] == {}

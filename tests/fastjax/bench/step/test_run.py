@@ -18,6 +18,7 @@ from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.cli import main
 from fastjax.host_memory import in_host_memory
+from fastjax.language_model.host import has_host_embedding, has_host_layers
 from fastjax.training import head
 
 SIZE = ("--preset", "tiny", "--batch", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--checkpointing", "full")
@@ -174,5 +175,5 @@ def test_in_the_host(here, monkeypatch):
         True,
     ]
     model = build_model(moved)
-    assert model.has_host_layers and model.has_host_embedding and not build_model(plain).has_host_layers
+    assert has_host_layers(model) and has_host_embedding(model) and not has_host_layers(build_model(plain))
     assert moved.kept == "full, embedding on the host, layers on the host, moments on the host"

@@ -15,6 +15,7 @@ from fastjax import FastLanguageModel
 from fastjax.data.batches import batch_of
 from fastjax.data.preferences import Answer, Role, pack_preferences, with_reference
 from fastjax.errors import ConfigError
+from fastjax.language_model.variants import with_start
 from fastjax.models.decoder import lm_logits
 from fastjax.models.layout import logical_axes
 from fastjax.models.leaves import START
@@ -207,7 +208,7 @@ def test_a_reference_that_was_computed_before():
 def test_a_reference_that_training_begins_with():
     """A trained adapter and table: the reference is a constant that stays as they move, laid out as they are."""
     ours = tiny.adapted(base(), target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    held, rows = ours.with_start(ours.trainable), jax.tree.map(lambda array: array[0], packed())
+    held, rows = with_start(ours, ours.trainable), jax.tree.map(lambda array: array[0], packed())
     start, trained = (jax.tree.leaves(logical_axes(tree, ours.config)) for tree in (held.frozen, ours.trainable))
     assert start[-len(trained) :] == trained and len(set(trained)) > 1  # behind the base's own, by name
 
@@ -225,7 +226,7 @@ def test_a_reference_that_training_begins_with():
     _, (after, moved) = program(jax.tree.map(lambda leaf: leaf + 0.01, held.trainable), held.frozen, rows)
     np.testing.assert_array_equal(after, before)
     assert np.abs(moved - after).max() > 0.01 and not any(map(np.any, jax.tree.leaves(gradient)))
-    assert START not in held.with_start(None).frozen and ours.with_start(None) is ours
+    assert START not in with_start(held, None).frozen and with_start(ours, None) is ours
 
 
 def test_two_devices():

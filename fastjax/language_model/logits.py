@@ -1,26 +1,41 @@
-"""What a model computes for a caller: logits of tokens, and a line that says what it is."""
+"""A model's logits of tokens."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fastjax.errors import ConfigError
-from fastjax.language_model.rewards import check_logits
+from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.models.decoder import lm_logits
-from fastjax.quantization.weight import Weight
-
-if TYPE_CHECKING:
-    from fastjax.language_model.model import LanguageModel
 
 
-def logits_of(
-    model: "LanguageModel", tokens: Any, segment_ids: Any, positions: Any, adapters: bool
+def logits(
+    model: LanguageModel,
+    tokens: Int[Array, "B S"] | Any,
+    *,
+    segment_ids: Int[Array, "B S"] | Any = None,
+    positions: Int[Array, "B S"] | Any = None,
+    adapters: bool = True,
 ) -> Float[Array, "B S V"]:
-    """See `LanguageModel.logits`."""
+    """The logits of each place's next token, without dropout; compiled once a shape.
+
+    Args:
+        model: with or without an adapter.
+        tokens: ids, [B, S], in any form that NumPy takes.
+        segment_ids: document of each token, 0 for padding; None: every row is one document.
+        positions: of each token in its document; needed with `segment_ids`.
+        adapters: False: the base model's.
+
+    Returns:
+        float32.
+
+    Raises:
+        ConfigError: shapes or ids that do not fit.
+    """
     check_logits(model, "logits")
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.ndim != 2 or not tokens.size:
@@ -53,34 +68,9 @@ def logits_of(
 @functools.lru_cache(maxsize=8)
 def _compiled(graphdef: nnx.GraphDef, adapters: bool) -> Any:
     @jax.jit
-    def logits(trainable: Any, frozen: Any, tokens: Array, positions: Array, segment_ids: Array | None) -> Array:
+    def compute(trainable: Any, frozen: Any, tokens: Array, positions: Array, segment_ids: Array | None) -> Array:
         decoder = nnx.merge(graphdef, trainable, frozen)
         hidden = decoder(tokens, positions, segment_ids, adapters=adapters)
         return lm_logits(decoder.lm_head, decoder.head_input(hidden, None), adapters=adapters).astype(jnp.float32)
 
-    return logits
-
-
-def described(model: "LanguageModel") -> str:
-    """The model in a line: family, size, what is trained, formats, dtype, rows, device.
-
-    Args:
-        model: the model.
-    """
-    config, leaves = model.config, jax.tree.leaves(model.frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))
-    parts = [f"{config.model_type}, {config.num_hidden_layers} layers of width {config.hidden_size}"]
-    trained, every = model.num_parameters() if model.trainable is not None else (0, 0)
-    if every:
-        kind = "every weight" if model.full_finetuning else "nothing" if model.lora is None else f"r={model.lora.r}"
-        parts.append(
-            f"{every:,} parameters, trained: {kind}" + (f" ({trained:,}, {trained / every:.2%})" if trained else "")
-        )
-    formats = sorted({type(leaf).__name__.removesuffix("Weight") for leaf in leaves if isinstance(leaf, Weight)})
-    parts.append(" and ".join([*formats, str(model.dtype)]))
-    parts.append(f"rows of {model.max_seq_length:,}")
-    arrays = jax.tree.leaves((model.trainable, model.frozen))
-    devices = {device for array in arrays if isinstance(array, jax.Array) for device in array.devices()}
-    if devices:
-        first = min(devices, key=lambda device: device.id)
-        parts.append(first.device_kind if len(devices) == 1 else f"{len(devices)} × {first.device_kind}")
-    return f"LanguageModel({'; '.join(parts)})"
+    return compute
