@@ -23,6 +23,7 @@ from fastjax import FastLanguageModel
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.generation.generate import generate
+from fastjax.language_model.saving import save_pretrained
 from fastjax.lora.params import BaseParam
 from fastjax.models import caching
 from fastjax.models.decoder import lm_logits
@@ -205,7 +206,7 @@ def test_it_trains_whole_and_saves(tmp_path):
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
     trained = found.replace(trainable=state.trainable)
-    trained.save_pretrained(tmp_path / "trained")
+    save_pretrained(trained, tmp_path / "trained")
     again, _ = FastLanguageModel.from_pretrained(tmp_path / "trained", dtype="float32", load_in_4bit=False)
     before, after = (np.asarray(each.module()(tokens, positions, ids)) for each in (trained, again.value))
     np.testing.assert_array_equal(before, after)
