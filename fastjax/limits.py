@@ -6,10 +6,6 @@ The limits of JSON stand in `convert.strict_json`.
 MAX_SETTINGS_BYTES = 2**17
 """Of a YAML file with settings: it is parsed in about a second."""
 
-MAX_SETTINGS_VALUES = 2000
-"""In lists and mappings among the settings, all together: jsonargparse takes quadratic time for them, and for so many
-about a second."""
-
 MAX_INTEGER = 2**32 - 1
 """Of any whole number among the settings: seeds have 32 bits, and nothing is counted further."""
 

@@ -1,12 +1,13 @@
 """Strict YAML settings: every failure is a `YamlError` with the line.
 
 PyYAML accepts duplicate keys (the last wins), unfolds aliases without bounds, recurses as deep as a file nests, and
-lets its scalars' own exceptions out. All of these are a `YamlError` here. Numbers are YAML 1.2's (1e-4 is one) and a
-date is a string, as for jsonargparse, which reads the settings' values.
+lets its scalars' own exceptions out. All of these are a `YamlError` here. Numbers are YAML 1.2's (1e-4 is one), and a
+date is a string.
 """
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,14 +29,47 @@ class YamlError(ValueError):
         self.problem, self.line = problem, line
 
 
+class Document(NamedTuple):
+    """A YAML document.
+
+    Attributes:
+        value: lists, mappings and scalars.
+        root: the node that it was made of; None: the document is empty.
+    """
+
+    value: Any
+    root: yaml.Node | None
+
+    def line(self, path: Sequence[str | int]) -> int | None:
+        """The line of a key or an item, from 1; of the last one on the way to it if it is not there; None: of neither.
+
+        Args:
+            path: keys and indices, from the outermost.
+        """
+        line, node = None, self.root
+        for part in path:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            inside: dict[Any, tuple[yaml.Node, yaml.Node]]
+            inside = {key.value: (key, value) for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+            if isinstance(node, yaml.SequenceNode):
+                inside = {index: (item, item) for index, item in enumerate(node.value)}
+            if part not in inside:
+                break
+            key, node = inside[part]
+            line = key.start_mark.line + 1
+        return line
+
+
 def parse(text: str) -> Any:
+    """The value of a YAML document, as `read` reads it."""
+    return read(text).value
+
+
+def read(text: str) -> Document:
     """Parse a text of one YAML document.
 
     Args:
         text: The text.
-
-    Returns:
-        The value: lists, mappings and scalars.
 
     Raises:
         YamlError: Invalid YAML, a duplicate key, nesting deeper than `MAX_DEPTH`, more than `MAX_YAML_VALUES` values,
@@ -47,7 +81,8 @@ def parse(text: str) -> Any:
         line = text.count("\n", 0, error.position) + 1
         raise YamlError(f"a character that YAML does not allow: {error.character:#x}", line) from None
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        return Document(None if node is None else loader.construct_document(node), node)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
         raise YamlError(shorten(error.problem or str(error)), line) from None

@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the docstrings of the settings.
+"""Write docs/settings.md from the fields of the settings.
 
 python3 scripts/write_settings_reference.py
 """
@@ -14,7 +14,7 @@ What `fastjax train --config FILE` reads, section by section. On the command lin
 the value as YAML (`--data.train '[a.jsonl, b.jsonl]'`). Unknown keys, wrong types and values out of range are errors.
 Paths are relative to the current folder.
 
-This page is written by `scripts/write_settings_reference.py` from the docstrings in `fastjax/training/config`.
+This page is written by `scripts/write_settings_reference.py` from the fields in `fastjax/training/config`.
 
 """
 

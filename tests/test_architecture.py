@@ -24,13 +24,14 @@ FLOORS = (
     ("lora",),
     ("quantization",),
     ("data", "parallel"),
-    ("errors", "limits", "strict_yaml", "residuals", "host_memory", "assets"),
+    ("errors", "limits", "strict_yaml", "options", "residuals", "host_memory", "assets"),
 )
 #: Modules that take dotted names apart which are no paths of the tree -> what the names are.
 OTHER_NAMES = {
     "convert/model/paths.py": "the parser itself",
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
+    "fastjax/commands/hints.py": "likewise",
     "fastjax/config_import/job.py": "likewise",
     "fastjax/runs/hub_names.py": "likewise",
     "fastjax/runs/settings_changes.py": "likewise",

@@ -15,14 +15,14 @@ from rich.console import Console
 #: JAX's settings of the cache: its bytes, of which the least recently used go first, and the seconds worth a file.
 _LIMITS = {"jax_compilation_cache_max_size": 2 * 2**30, "jax_persistent_cache_min_compile_time_secs": 0.05}
 
-#: The option that switches the cache off, and its help.
+#: The option that switches the cache off.
 OPTION = "--no_compilation_cache"
-HELP = "compile every program anew, keep none (they are kept in ~/.cache/fastjax/programs, 2 GiB at most)"
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Let a command's parser take the option."""
-    parser.add_argument(OPTION, action="store_true", help=HELP)
+    kept = "they are kept in ~/.cache/fastjax/programs, 2 GiB at most"
+    parser.add_argument(OPTION, action="store_true", help=f"compile every program anew, keep none ({kept})")
 
 
 def keep_programs(wanted: bool) -> None:

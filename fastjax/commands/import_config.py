@@ -4,6 +4,7 @@ The file is checked by the loader of `fastjax train` before it gets its name. No
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     file, output = Path(arguments.file), arguments.output
     if output.exists() and not (arguments.force and output.is_file()):
         raise ConfigError(f"{output}: expected a new file (--force replaces a file), got one that exists")
-    content = read_yaml(arguments.file)
+    content = read_yaml(arguments.file).value
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected the keys of {', '.join(TOOLS)}, got {shown(content, 80)}")
     tool = TOOLS[arguments.source] if arguments.source else tool_of(content, file)
@@ -95,7 +96,7 @@ def _check(job: Job, file: str) -> None:
     try:
         parse_train_config(["--config", file])
     except ConfigError as error:
-        reason = str(error).removeprefix(f"{file}: ")
+        reason = re.sub(r"^(:\d+)?: ", "", str(error).removeprefix(file))
         keys = {line.key for setting, line in job.carried.items() if reason.startswith(setting)}
         where = f"{shorten(' and '.join(sorted(keys)))}: " if keys else ""
         raise ConfigError(f"{job.file}: {where}becomes {reason}") from error

@@ -1,19 +1,21 @@
 """Every setting of a run in words: its name, type, default and meaning.
 
-The source is the sections' annotations and docstrings, the one place where a setting is documented:
-`fastjax train --help` and docs/settings.md are two renderings of it.
+The source is the sections' fields, each with its annotation and a docstring below it: `fastjax train --help` and
+docs/settings.md are two renderings of them.
 """
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import textwrap
 import typing
 from typing import NamedTuple
 
 from fastjax.data.settings import DataSource
+from fastjax.options import describe, hints_of
 from fastjax.training.config import QATSettings, TrainConfig
-from fastjax.training.config.kinds import describe_kind
 
 SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
 """The sections of the file, in order, with their dataclasses."""
@@ -90,26 +92,24 @@ def markdown() -> str:
 
 
 def _section(name: str, section: type) -> Section:
-    meanings, hints = _attributes(section), typing.get_type_hints(section)
+    meanings, hints = _docstrings(section), hints_of(section)
     settings = [
-        Setting(field.name, describe_kind(hints[field.name]), _default(field), meanings[field.name])
+        Setting(field.name, describe(hints[field.name]), _default(field), meanings[field.name])
         for field in dataclasses.fields(section)
     ]
-    return Section(name, inspect.cleandoc(section.__doc__ or "").partition("\n")[0], settings)
+    return Section(name, inspect.cleandoc(section.__doc__ or ""), settings)
 
 
-def _attributes(section: type) -> dict[str, str]:
-    """The entries under `Attributes:` in the docstrings of a section and its bases."""
-    found: dict[str, list[str]] = {}
-    name = None
-    texts = [inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2] for kind in reversed(section.__mro__)]
-    for line in "\n".join(text for text in texts if text).splitlines():
-        if not line.startswith("     "):  # an entry; its other lines stand further to the right
-            name, _, line = line.strip().partition(": ")
-            found[name] = []
-        assert name is not None
-        found[name].append(line.strip())
-    return {name: " ".join(lines) for name, lines in found.items()}
+def _docstrings(section: type) -> dict[str, str]:
+    """The text below each field of a section and of its bases."""
+    found = {}
+    for kind in section.__mro__[:-1]:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def _default(field: dataclasses.Field) -> str | None:

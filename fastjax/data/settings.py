@@ -1,12 +1,15 @@
 """Settings of a data set: its place, the meaning of its columns, the treatment of its rows."""
 
-import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval, MinLen
+
+from fastjax.options import section
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """Role of a message."""
 
-LossOn = Literal["responses", "last_response", "all"] | list[Role] | dict[str, str]
+LossOn = Literal["responses", "last_response", "all"] | Annotated[list[Role], MinLen(1)] | dict[str, str]
 """Target tokens: the assistant's answers, only its last one, every token, or the messages of some roles; of plain texts
 that hold rendered conversations what follows `response_part` up to the next `instruction_part` (`PARTS`)."""
 
@@ -34,24 +37,21 @@ COLUMNS = (
 """Meanings of columns, each the default name of its column."""
 
 
-@dataclasses.dataclass(frozen=True)
+@section("data set")
 class DataSource:
-    """One data set.
-
-    Attributes:
-        path: a file (.jsonl, .json, .parquet, .csv, compressed or not), several as a glob pattern, a folder, or any
-            other name that `datasets.load_dataset` takes.
-        name: the data set's configuration, `load_dataset`'s second argument.
-        split: the part to read, slices included: "train", "train[:10%]"; null: "train".
-        weight: share of this data set in the mixture's examples, relative to the other weights; null in all: every data
-            set whole.
-        streaming: read while training instead of before; needs training.max_steps.
-        columns: what the columns are called here, for instance {prompt: question, completion: answer}.
-    """
+    """One data set."""
 
     path: str
+    """a file (.jsonl, .json, .parquet, .csv, compressed or not), several as a glob pattern, a folder, or any other name
+    that `datasets.load_dataset` takes."""
     name: str | None = None
+    """the data set's configuration, `load_dataset`'s second argument."""
     split: str | None = None
-    weight: float | None = None
+    """the part to read, slices included: "train", "train[:10%]"; null: "train"."""
+    weight: Annotated[float, Interval(gt=0)] | None = None
+    """share of this data set in the mixture's examples, relative to the other weights; null in all: every data set
+    whole."""
     streaming: bool = False
+    """read while training instead of before; needs training.max_steps."""
     columns: dict[str, str] | None = None
+    """what the columns are called here, for instance {prompt: question, completion: answer}."""

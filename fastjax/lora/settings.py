@@ -8,7 +8,9 @@ import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval
 
 from convert.adapter_config import SCORED, tuned_name
 from convert.adapters import AdapterConfig
@@ -18,56 +20,54 @@ from convert.model.config import ModelConfig
 from convert.model.paths import SCORE, TABLES
 from convert.patterns import match
 from fastjax.errors import ConfigError
+from fastjax.limits import MAX_INTEGER, MAX_RANK
 from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, parameters, projections
 from fastjax.lora.tables import saved_modules, trained_tables, with_new_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSettings:
-    """A fresh adapter, with PEFT's names and meanings.
+    """A fresh adapter, with PEFT's names and meanings."""
 
-    Attributes:
-        r: rank.
-        lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
-        lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
-            adapter to start from.
-        target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
-            below, that no module has is an error.
-        target_parameters: of a mixture of experts: the ends of names of experts' matrices, which get an adapter for
-            each expert, "mlp.experts.gate_up_proj" (gate and up, as one) and "mlp.experts.down_proj", and of the
-            router's, such as "mlp.gate.weight"; null: none.
-        use_rslora: scale by lora_alpha / √r instead.
-        use_dora: train the magnitude of each weight row apart from its direction (DoRA).
-        rank_pattern: ranks for modules (and target_parameters) that match a name or pattern, in place of r.
-        alpha_pattern: the same for lora_alpha.
-        layers_to_transform: indices of the layers that get adapters; null: all.
-        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head; score, which a
-            reward model always trains.
-        trainable_token_indices: ids of tokens whose rows of the embedding (and of a head that is tied to it) are
-            trained, and no others; or ids for each table, {embed_tokens: [7], lm_head: [7]}. The rows of
-            model.new_tokens are always among them, unless modules_to_save trains the whole table.
-        ensure_weight_tying: with tied embeddings, modules_to_save trains one array for both uses, not two.
-        init_lora_weights: how A and B start: true (B is zero), false, "gaussian" or "orthogonal".
-        bias: which biases are trained; only "none".
-        random_state: seed of the adapter's start.
-    """
-
-    r: int = 16
+    r: Annotated[int, Interval(ge=1, le=MAX_RANK)] = 16
+    """rank."""
     lora_alpha: float = 16
-    lora_dropout: float | None = None
+    """scale: the adapter's product is multiplied by lora_alpha / r."""
+    lora_dropout: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    """probability with which an input of an adapter is zeroed in training; null: 0, or that of the adapter to start
+    from."""
     target_modules: list[str] | str | None = None
+    """names of the projections that get an adapter; null: all of them. A name here, or a pattern below, that no module
+    has is an error."""
     target_parameters: list[str] | None = None
+    """of a mixture of experts: the ends of names of experts' matrices, which get an adapter for each expert,
+    "mlp.experts.gate_up_proj" (gate and up, as one) and "mlp.experts.down_proj", and of the router's, such as
+    "mlp.gate.weight"; null: none."""
     use_rslora: bool = False
+    """scale by lora_alpha / √r instead."""
     use_dora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    """train the magnitude of each weight row apart from its direction (DoRA)."""
+    rank_pattern: dict[str, Annotated[int, Interval(ge=1, le=MAX_RANK)]] | None = None
+    """ranks for modules (and target_parameters) that match a name or pattern, in place of r."""
     alpha_pattern: dict[str, float] | None = None
+    """the same for lora_alpha."""
     layers_to_transform: list[int] | int | None = None
+    """indices of the layers that get adapters; null: all."""
     modules_to_save: list[str] | None = None
+    """modules trained whole and saved with the adapter: embed_tokens, lm_head; score, which a reward model always
+    trains."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    """ids of tokens whose rows of the embedding (and of a head that is tied to it) are trained, and no others; or ids
+    for each table, {embed_tokens: [7], lm_head: [7]}. The rows of model.new_tokens are always among them, unless
+    modules_to_save trains the whole table."""
     ensure_weight_tying: bool = False
+    """with tied embeddings, modules_to_save trains one array for both uses, not two."""
     init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
+    """how A and B start: true (B is zero), false, "gaussian" or "orthogonal"."""
     bias: Literal["none"] = "none"
-    random_state: int = 3407
+    """which biases are trained; only "none"."""
+    random_state: Annotated[int, Interval(ge=0, le=MAX_INTEGER)] = 3407
+    """seed of the adapter's start."""
 
 
 def fresh_adapter(

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fastjax.strict_yaml import YamlError, parse
+from fastjax.strict_yaml import YamlError, parse, read
 
 DEEP_ALIASES = "\n".join(f"a{n}: &a{n} {'[' * 50}{f'*a{n - 1}' if n else 0}{']' * 50}" for n in range(3))
 BOMB = "a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
@@ -71,3 +71,12 @@ def test_any_text_is_read_or_refused(text):
         parse(text)
     except YamlError as error:
         assert error.problem
+
+
+def test_lines():
+    document = read("a: 1\n\nb:\n  c: [1,\n    2]\n  d: &x {e: 3}\n  f:\n    <<: *x\n    g: 4\n")
+    lines = {("a",): 1, ("b",): 3, ("b", "c"): 4, ("b", "c", 1): 5, ("b", "d", "e"): 6, ("b", "f", "g"): 9}
+    lines[("b", "f", "e")] = 6  # where the merged mapping stands
+    assert {path: document.line(path) for path in lines} == lines
+    assert document.line(("b", "z", "y")) == 3  # of what is there on the way
+    assert document.line(("z",)) is None and read("").line(("a",)) is None

@@ -6,6 +6,8 @@ the model's config.json gives. A value out of range is refused when the section 
 """
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_STEP_TOKENS
@@ -14,7 +16,7 @@ from fastjax.training.config.model import LoraSection, ModelSection
 from fastjax.training.config.optimizer import OptimizerConfig
 from fastjax.training.config.output import OutputSection
 from fastjax.training.config.parallel import ParallelSection
-from fastjax.training.config.preferences import PreferencesSection, check_preferences
+from fastjax.training.config.preferences import PreferencesSection
 from fastjax.training.config.qat import QATSettings
 from fastjax.training.config.training import TrainingSection
 
@@ -57,60 +59,47 @@ class TrainConfig:
     preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
 
     def __post_init__(self) -> None:
+        for key, allowed, reason, way_out in _rules(self):
+            section, _, name = key.partition(".")
+            value = getattr(getattr(self, section), name)
+            if value not in allowed:
+                expected = " or ".join(map(_written, allowed))
+                raise ConfigError(f"{key}: expected {expected} {reason}, got {_written(value)}{way_out}")
         if self.model.full_finetuning and self.lora != LoraSection():
             raise ConfigError("lora: expected no such section with model.full_finetuning: true, which has no adapter")
-        if self.training.offload_optimizer and self.optimizer.name not in ("adamw", "adamw_8bit"):
-            raise ConfigError(
-                f"training.offload_optimizer: expected false with optimizer.name: {self.optimizer.name}, got true; "
-                "it is for adamw and adamw_8bit"
-            )
+        training, output, way_out = self.training, self.output, "name held-out data or leave it out"
         needs_eval = {
-            "training.eval_steps": self.training.eval_steps is not None,
-            "training.early_stopping_patience": self.training.early_stopping_patience is not None,
-            "output.load_best_model_at_end": self.output.load_best_model_at_end,
-            "output.sample_answers": self.output.sample_answers > 0,
+            "training.eval_steps": training.eval_steps is not None,
+            "training.early_stopping_patience": training.early_stopping_patience is not None,
+            "output.load_best_model_at_end": output.load_best_model_at_end,
+            "output.sample_answers": output.sample_answers > 0,
         }
-        for name, given in needs_eval.items():
+        for key, given in needs_eval.items():
             if given and self.data.eval is None and self.data.val_set_size is None:
-                raise ConfigError(
-                    f"{name}: expected data.eval or data.val_set_size with it, got none; name held-out data or leave "
-                    "it out"
-                )
-        training = self.training
-        size = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
-        tokens = size * training.gradient_accumulation_steps * self.model.max_seq_length
+                raise ConfigError(f"{key}: expected data.eval or data.val_set_size with it, got none; {way_out}")
+        rows = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
+        tokens = rows * training.gradient_accumulation_steps * self.model.max_seq_length
         if tokens > MAX_STEP_TOKENS:
             raise ConfigError(
                 f"training.per_device_train_batch_size: expected at most {MAX_STEP_TOKENS} tokens a step (rows × "
                 f"gradient_accumulation_steps × model.max_seq_length), got {tokens}"
             )
-        if self.output.sample_answers and self.preferences.loss is not None:
-            raise ConfigError(
-                f"output.sample_answers: expected 0 with preferences.loss: {self.preferences.loss}, got "
-                f"{self.output.sample_answers}"
-            )
-        check_preferences(self.preferences, self.model, self.data, training)
-        parallel = self.parallel.sizes
-        alone = {"data.packing: false": not self.data.packing} | {
-            f"parallel.{name}: 1": parallel.get(name, 1) == 1 for name in ("context", "tensor")
-        }
-        for setting, holds in alone.items():
-            if training.group_by_length and not holds:
-                raise ConfigError(f"training.group_by_length: expected false without {setting}, got true")
-        streaming = any(source.streaming for source in self.data.sources("train"))
-        if streaming and self.training.max_steps is None:
+        if self.streams and self.preferences.loss is not None:
+            beside = f"with preferences.loss: {self.preferences.loss}"
+            raise ConfigError(f"data.train: streaming: expected false {beside}, got true; its data are read whole")
+        if self.streams and training.max_steps is None:
             raise ConfigError("training.max_steps: expected a number of steps for streamed data, got none")
-        if streaming and training.group_by_length:
-            raise ConfigError("training.group_by_length: expected false for streamed data, got true")
-        for name, every in (
-            ("training.eval_steps", training.eval_steps),
-            ("output.save_steps", self.output.save_steps),
-        ):
-            if streaming and every == "epoch":
+        for key, every in {"training.eval_steps": training.eval_steps, "output.save_steps": output.save_steps}.items():
+            if self.streams and every == "epoch":
                 raise ConfigError(
-                    f"{name}: expected a number of steps, or a share of them, for streamed data, got epoch; the end of "
+                    f"{key}: expected a number of steps, or a share of them, for streamed data, got epoch; the end of "
                     "theirs is not known"
                 )
+
+    @property
+    def streams(self) -> bool:
+        """Whether the training data are read while training."""
+        return any(source.streaming for source in self.data.sources("train"))
 
     @property
     def holds_start(self) -> bool:
@@ -118,3 +107,47 @@ class TrainConfig:
         lora = self.lora
         is_base = lora.adapter is None and not lora.modules_to_save and lora.init_lora_weights in (True, "gaussian")
         return self.preferences.needs_reference and not is_base
+
+
+#: Settings → the values that they may have with preferences.
+_WITH_PREFERENCES: dict[str, tuple[Any, ...]] = {
+    "output.sample_answers": (0,),
+    "data.loss_on": ("responses", "last_response"),
+    "data.too_long": ("truncate", "drop"),
+    "training.group_by_length": (False,),
+    "training.label_smoothing_factor": (0,),
+    "training.z_loss_coef": (0,),
+    "training.router_aux_loss_coef": (0,),
+    "training.router_z_loss_coef": (0,),
+    "training.neftune_noise_alpha": (None,),
+    "training.qat": (None,),
+}
+
+
+def _rules(config: TrainConfig) -> Iterator[tuple[str, tuple[Any, ...], str, str]]:
+    """The settings that others restrict: the key, its values, the reason, and a way out."""
+    optimizer, loss = config.optimizer.name, f"with preferences.loss: {config.preferences.loss}"
+    if optimizer not in ("adamw", "adamw_8bit"):
+        reason = f"with optimizer.name: {optimizer}"
+        yield "training.offload_optimizer", (False,), reason, "; it is for adamw and adamw_8bit"
+    if config.preferences.loss is not None:
+        for key, allowed in _WITH_PREFERENCES.items():
+            yield key, allowed, loss, ""
+    if config.preferences.needs_reference:
+        reason = f"{loss}, whose reference is the model as training begins"
+        yield "model.full_finetuning", (False,), reason, "; orpo and simpo need none"
+    sizes = config.parallel.sizes
+    grouped = {
+        "without data.packing: false": config.data.packing,
+        "without parallel.context: 1": sizes.get("context", 1) > 1,
+        "without parallel.tensor: 1": sizes.get("tensor", 1) > 1,
+        "for streamed data": config.streams,
+    }
+    for reason, applies in grouped.items():
+        if applies:
+            yield "training.group_by_length", (False,), reason, ""
+
+
+def _written(value: Any) -> str:
+    """A value as YAML writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

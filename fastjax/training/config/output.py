@@ -1,71 +1,68 @@
 """The section `output`: the output folder and its contents."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval, Predicate
+
+from convert.errors import shown
 from fastjax.errors import ConfigError
-from fastjax.training.config.checks import check_section, expect, expect_interval
+from fastjax.options import section
+from fastjax.training.config.kinds import Cadence, Count
 
 
-@dataclasses.dataclass(frozen=True)
+def _first_and_last(steps: list[int]) -> bool:
+    return not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
+
+
+@section("output")
 class OutputSection:
-    """The output folder and its contents.
-
-    Attributes:
-        output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and
-            at the end `adapter/` (or `model/` after full fine-tuning).
-        overwrite_output_dir: replace an earlier run in that folder.
-        resume: go on from the newest whole checkpoint in that folder, and from the start where there is none, as
-            `--resume` does: for jobs that are stopped and begun again with the same command.
-        save_steps: write a checkpoint every so many steps; below 1: after such a share of the run's steps each time,
-            rounded up; epoch: at the end of each; null: only when the run is stopped.
-        save_total_limit: how many of the newest checkpoints are kept.
-        load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
-        sample_answers: let the trained model answer so many held-out prompts at the end, greedily; the report shows
-            them beside what the data say.
-        profile_steps: the first and the last step of a profiler's trace, for xprof and Perfetto, which goes into
-            `profile/`; the first of a run compiles.
-        profile_rank: of several processes the one that makes it.
-        report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
-        run_name: name of the run in trackers and the report; null: the folder's name.
-        project: the project on Weights & Biases; null: that of WANDB_PROJECT, or fastjax.
-        entity: its owner there, a user or a team; null: that of WANDB_ENTITY, or the account's own.
-        tags: of the run there.
-    """
+    """The output folder and its contents."""
 
     output_dir: str
+    """folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and at the end
+    `adapter/` (or `model/` after full fine-tuning)."""
     overwrite_output_dir: bool = False
+    """replace an earlier run in that folder."""
     resume: bool = False
-    save_steps: int | float | Literal["epoch"] | None = None
-    save_total_limit: int = 2
+    """go on from the newest whole checkpoint in that folder, and from the start where there is none, as `--resume`
+    does: for jobs that are stopped and begun again with the same command."""
+    save_steps: Cadence | None = None
+    """write a checkpoint every so many steps; below 1: after such a share of the run's steps each time, rounded up;
+    epoch: at the end of each; null: only when the run is stopped."""
+    save_total_limit: Count = 2
+    """how many of the newest checkpoints are kept."""
     load_best_model_at_end: bool = False
-    sample_answers: int = 0
-    profile_steps: list[int] = dataclasses.field(default_factory=list)
-    profile_rank: int = 0
+    """keep the checkpoint with the lowest held-out loss too, and save that one as the result."""
+    sample_answers: Annotated[int, Interval(ge=0, le=64)] = 0
+    """let the trained model answer so many held-out prompts at the end, greedily; the report shows them beside what the
+    data say."""
+    profile_steps: Annotated[
+        list[int], Predicate(_first_and_last), "a list of two steps from 1, the first and the last, or []"
+    ] = dataclasses.field(default_factory=list)
+    """the first and the last step of a profiler's trace, for xprof and Perfetto, which goes into `profile/`; the first
+    of a run compiles."""
+    profile_rank: Annotated[int, Interval(ge=0)] = 0
+    """of several processes the one that makes it."""
     report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
+    """trackers that get the metrics beside metrics.jsonl: tensorboard, wandb."""
     run_name: str | None = None
+    """name of the run in trackers and the report; null: the folder's name."""
     project: str | None = None
+    """the project on Weights & Biases; null: that of WANDB_PROJECT, or fastjax."""
     entity: str | None = None
+    """its owner there, a user or a team; null: that of WANDB_ENTITY, or the account's own."""
     tags: list[str] = dataclasses.field(default_factory=list)
+    """of the run there."""
 
     def __post_init__(self) -> None:
-        check_section("output", self)
-        expect_interval("output.save_steps", self.save_steps)
-        expect("output.sample_answers", self.sample_answers, 0 <= self.sample_answers <= 64, "from 0 to 64")
-        steps, rank = self.profile_steps, self.profile_rank
-        whole = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
-        expect("output.profile_steps", steps, whole, "of two steps from 1, the first and the last, or []")
-        expect(
-            "output.profile_rank",
-            rank,
-            rank >= 0 and (not rank or bool(steps)),
-            "from 0; other than 0 with profile_steps only",
-        )
+        if self.profile_rank and not self.profile_steps:
+            raise ConfigError(f"output.profile_rank: expected 0 without output.profile_steps, got {self.profile_rank}")
         for name in ("project", "entity", "tags"):
             value = getattr(self, name)
-            expect(
-                f"output.{name}", value, not value or "wandb" in self.report_to, "with wandb in output.report_to only"
-            )
+            if value and "wandb" not in self.report_to:
+                raise ConfigError(
+                    f"output.{name}: expected none without wandb in output.report_to, got {shown(value, 80)}"
+                )
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("output.resume and output.overwrite_output_dir: expected one of them, got both true")
-        expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

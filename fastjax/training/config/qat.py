@@ -1,7 +1,11 @@
 """The setting `training.qat`: the quantisation that a model is trained for."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from fastjax.options import section
 
 #: The keys of `quantization.fake.WEIGHTS` and of `ACTIVATIONS`, which need JAX.
 QATWeights = Literal[
@@ -23,21 +27,18 @@ QATActivations = Literal["int8", "fp8", "fp8-128", "nvfp4"]
 QATScheme = Literal["int4_weight_only", "int8_dynamic_int4", "float8", "nvfp4", "nf4", "mxfp4", "q4_0", "q8_0"]
 
 
-@dataclasses.dataclass(frozen=True)
+@section("training.qat")
 class QATSettings:
-    """The quantisation that a model is trained for.
-
-    Attributes:
-        weights: format of the layers' matrices.
-        activations: format of their inputs; null: these stay.
-        start_step: steps before it comes into force.
-        modules_to_not_quantize: names of modules, or ends of names, that are left out.
-    """
+    """The quantisation that a model is trained for."""
 
     weights: QATWeights
+    """format of the layers' matrices."""
     activations: QATActivations | None = None
-    start_step: int = 0
+    """format of their inputs; null: these stay."""
+    start_step: Annotated[int, Interval(ge=0)] = 0
+    """steps before it comes into force."""
     modules_to_not_quantize: list[str] = dataclasses.field(default_factory=list)
+    """names of modules, or ends of names, that are left out."""
 
 
 #: The schemes that have a name.

@@ -166,6 +166,7 @@ for arguments in {[["--help"], *([command, "--help"] for command in COMMANDS)]!r
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(arguments)
     assert not {{"jax", "transformers"}} & set(sys.modules), arguments
+    assert arguments != ["--help"] or "pydantic" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
@@ -179,7 +180,7 @@ def test_the_installed_command(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(f"fastjax train: error: {file}: model.dtpe: unknown; did you mean dtype?")
+    assert done.stderr.startswith(f"fastjax train: error: {file}:1: model.dtpe: unknown; did you mean model.dtype?")
     assert done.stderr.count("\n") == 1
 
 

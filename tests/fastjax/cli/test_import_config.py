@@ -200,7 +200,7 @@ TUNE = yaml.safe_load(TORCHTUNE)
         (ALPACA | {"learning_rate": "fast"}, "learning_rate: expected a number, got 'fast'"),
         (
             ALPACA | {"warmup_ratio": 2},
-            "warmup_ratio: becomes optimizer.warmup_ratio: expected a value in [0, 1), got 2",
+            "warmup_ratio: becomes optimizer.warmup_ratio: expected a number in [0, 1), got 2",
         ),
         (ALPACA | {"micro_batch_size": 2.5}, "micro_batch_size: expected an integer, got 2.5"),
         (ALPACA | {"datasets": 3}, "datasets: expected a list, got 3"),

@@ -146,7 +146,10 @@ def test_the_command_that_is_told(aware, whole, line):
         ({"model": {"load_in_4bit": True}, "training": {"qat": "mxfp4"}}, "load_in_4bit: false) with mxfp4"),
         ({"training": {"qat": {"weights": "int5"}}}, "training.qat.weights: expected one of int4-32, int4-128"),
         ({"training": {"qat": {"weights": "nf4", "bits": 4}}}, "training.qat.bits: unknown; expected one of weights"),
-        ({"training": {"qat": {"weights": "nf4", "start_step": -1}}}, "training.qat.start_step: expected a value at"),
+        (
+            {"training": {"qat": {"weights": "nf4", "start_step": -1}}},
+            "training.qat.start_step: expected an integer of",
+        ),
         ({"parallel": {"tensor": 2, "data": 1, "fsdp": 1}, "training": {"qat": "nf4"}}, "parallel"),
     ],
 )

@@ -120,7 +120,7 @@ def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
         ({"data": {"train": "nowhere.jsonl"}}, 1, "nowhere.jsonl: no such file or folder"),
         ({"lora": {"target_modules": ["nothing"]}}, 2, "nothing"),
         ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected true or false or"),
-        ({"training": {"max_steps": 0}}, 2, "run.yaml: training.max_steps: expected a value at least 1, got 0"),
+        ({"training": {"max_steps": 0}}, 2, "training.max_steps: expected an integer from 1 to 10000000 or null"),
     ],
 )  # fmt: skip
 def test_wrong_input(settings, tmp_path, capsys, changes, status, message):

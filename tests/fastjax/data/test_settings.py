@@ -12,12 +12,16 @@ def test_columns_hold_for_every_data_set_that_does_not_say():
     assert data.sources("eval") == []
 
 
-@pytest.mark.parametrize("weights", [(1.0, None), (1.0, 0.0), (-1.0, 2.0)])
+@pytest.mark.parametrize("weights", [(1.0, None), (None, 2.0)])
 @pytest.mark.parametrize("which", ["train", "eval"])
 def test_weights_are_positive_and_everywhere(which, weights):
     sources = [DataSource(name, weight=weight) for name, weight in zip("ab", weights, strict=True)]
     with pytest.raises(ConfigError, match=f"data.{which}: weight: expected a positive number in every data set"):
         DataSection(**({"train": "a"} | {which: sources}))
+    with pytest.raises(ConfigError, match=r"^data set.weight: expected a number greater than 0 or null, got 0.0$"):
+        DataSource("a", weight=0.0)
+    with pytest.raises(ConfigError, match=rf"^data.{which}\[1\].weight: expected a number greater than 0 or null"):
+        DataSection(**({"train": "a"} | {which: ["a", {"path": "b", "weight": -1}]}))
 
 
 def test_held_out_data_are_not_streamed():

@@ -169,7 +169,7 @@ def test_the_keys_are_the_losses_own():
     [
         ({"beta": 0.1}, "preferences.beta: expected null with preferences.loss: null, got 0.1"),
         ({"loss": "ipo", "gamma": 0.5}, "preferences.gamma: expected null with preferences.loss: ipo, got 0.5"),
-        ({"loss": "dpo", "beta": 0.0}, "preferences.beta: expected a value greater than 0, got 0.0"),
+        ({"loss": "dpo", "beta": 0.0}, "preferences.beta: expected a number greater than 0 or null, got 0.0"),
         ({"loss": "bco"}, "preferences.loss: expected one of dpo, ipo, orpo, kto, simpo, reward or null, got 'bco'"),
         ({"loss": "orpo", "precompute_ref_log_probs": True}, "expected false with preferences.loss: orpo, got true"),
         (
@@ -179,9 +179,9 @@ def test_the_keys_are_the_losses_own():
         ({"loss": "reward", "beta": 0.1}, "preferences.beta: expected null with preferences.loss: reward, got 0.1"),
         (
             {"loss": "reward", "center_rewards_coefficient": -0.1},
-            "coefficient: expected a value of 0 or more, got -0.1",
+            "coefficient: expected a number of at least 0 or null, got -0.1",
         ),
-        ({"loss": "simpo", "label_smoothing": 0.5}, r"preferences.label_smoothing: expected a value in \[0, 0.5\)"),
+        ({"loss": "simpo", "label_smoothing": 0.5}, r"preferences.label_smoothing: expected a number in \[0, 0.5\)"),
     ],
 )
 def test_wrong_values(section, message):
