@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command not in COMMANDS:
+        parser.error(_unknown(arguments.command))
     try:
         importlib.import_module(f"fastjax.commands.{arguments.command.replace('-', '_')}").main(arguments.arguments)
     except SystemExit:
@@ -101,9 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastjax {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     return parser
+
+
+def _unknown(command: str) -> str:
+    """The message of a command that there is not."""
+    import difflib
+
+    if close := difflib.get_close_matches(command[:80], COMMANDS, n=1):
+        return f"{shorten(command, 80)}: unknown; did you mean {close[0]}? `fastjax --help` lists the commands"
+    return f"{shorten(command, 80)}: unknown; expected one of {', '.join(COMMANDS)}"
 
 
 def _version() -> str:

@@ -157,6 +157,24 @@ def test_help_and_version(capsys):
         assert expected in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("trian", "trian: unknown; did you mean train? `fastjax --help` lists the commands"),
+        ("import_config", "import_config: unknown; did you mean import-config? `fastjax --help` lists the commands"),
+        (
+            "zzz",
+            "zzz: unknown; expected one of train, launch, preview, plan, compare, generate, evaluate",
+        ),
+    ],
+)
+def test_an_unknown_command(given, expected, capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        main([given, "--config", "run.yaml"])
+    assert exit_status.value.code == 2
+    assert f"fastjax: error: {expected}" in capsys.readouterr().err
+
+
 def test_help_imports_no_jax():
     """A look at the help, or a mistake in the settings, costs no JAX import."""
     script = f"""
