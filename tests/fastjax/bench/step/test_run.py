@@ -162,7 +162,7 @@ def test_first_losses_are_compared(tmp_path, capsys, here, monkeypatch):
     assert main([*given, "full", "projections"]) == 0
 
 
-@pytest.mark.exhaustive(by="tests/fastjax/models/test_streamed.py::test_loaded_layers_stay_in_the_host")
+@pytest.mark.exhaustive(by="tests/fastjax/execution/test_streamed.py::test_loaded_layers_stay_in_the_host")
 def test_in_the_host(here, monkeypatch):
     """Layers, embeddings and moments there: the same losses, and words for it."""
     states, begin = [], measuring.init_state
