@@ -5,6 +5,7 @@ train it, and save the same object. A handle is that object: it has its value's 
 methods, and a trainer puts the trained value in the old one's place.
 """
 
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from fastjax.execution.language_model import LanguageModel
@@ -71,7 +72,8 @@ class ModelHandle(_Model):
     def __getattr__(self, name: str) -> Any:
         if name in ModelHandle.__slots__:  # an object that is being copied has none yet
             raise AttributeError(name)
-        return getattr(self.value, name)
+        method = vars(LanguageModel).get(name)  # a handle's gives another handle
+        return MethodType(method, self) if isinstance(method, FunctionType) else getattr(self.value, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.value)})

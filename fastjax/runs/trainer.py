@@ -19,7 +19,7 @@ from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens,
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
-from fastjax.language_model.handle import handle_of, value_of
+from fastjax.language_model.handle import handle_of
 from fastjax.language_model.host import has_host_embedding, has_host_layers
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
@@ -135,6 +135,7 @@ class Trainer:
     folder. For several devices use `fastjax train`, which loads the weights in parts.
 
     Attributes:
+        model: the model as this trainer has it, trained after `train`.
         handle: the model as it was given, where it is a handle; it becomes the trained one, also by an error.
     """
 
@@ -220,12 +221,7 @@ class Trainer:
         self._start = model.trainable if begun else None
         if self._own.loss is None or settings.preferences.scores:
             _check_head(model, settings.preferences)
-        self._model = model.replace(tokenizer=self._tokenizer)
-
-    @property
-    def model(self) -> ModelHandle:
-        """The model as this trainer has it, trained after `train`."""
-        return ModelHandle(self._model)
+        self.model = ModelHandle(model.replace(tokenizer=self._tokenizer))
 
     def train(self, resume: bool = False) -> FineTuned:
         """Train, and save the result.
@@ -247,7 +243,7 @@ class Trainer:
         """
         if self.handle.value is not self._taken:
             self._take(self.handle.value)  # another trainer has trained it since
-        config, console, model = self.config, self._console, with_start(self._model, self._start)
+        config, console, model = self.config, self._console, with_start(self.model.value, self._start)
         self._ended, changed, resume = False, [], resume or config.output.resume
         with claimed(config, resume=resume) as folder:
             if resume and finished(folder, config):
@@ -287,16 +283,15 @@ class Trainer:
                 result = run.train(earlier, changed if resume else None, startup)
             except BaseException:  # also what a callback raises
                 if (reached := run.reached()) is not None:
-                    self._keep(reached)
+                    self._keep(ModelHandle(with_start(reached, None)))
                 raise
         self._keep(result.model)
         return result
 
-    def _keep(self, model: LanguageModel) -> None:
+    def _keep(self, model: ModelHandle) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
-        model = with_start(value_of(model), None)
         self.handle.become(model)
-        self._model, self._taken = model, self.handle.value
+        self.model, self._taken = model, self.handle.value
 
     def _end(self) -> None:
         self._ended = True

@@ -117,6 +117,7 @@ def test_a_handle_has_what_its_value_has(base):
     again = handle.replace(max_seq_length=64)
     assert again.value.max_seq_length == 64 and handle.max_seq_length == 128
     assert isinstance(again, fastjax.ModelHandle) and isinstance(handle.with_score_head(), fastjax.ModelHandle)
+    assert isinstance(handle.executed(handle.execution), fastjax.ModelHandle)
     with pytest.raises(AttributeError):
         _ = handle.no_such_name
     with pytest.raises(AttributeError):

@@ -18,6 +18,7 @@ from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, 
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
+from fastjax.language_model import ModelHandle
 from fastjax.language_model.variants import with_checkpointing
 from fastjax.runs import checkpointing
 from fastjax.runs.folder import RUN_FILES
@@ -265,6 +266,7 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
 
 
 def test_a_model_says_what_it_is_and_computes_logits_and_answers(model):
+    model = ModelHandle(model)
     assert repr(model).startswith("LanguageModel(llama, ") and "trained: r=4" in repr(model) and "NF4" in repr(model)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
     logits = model.logits(tokens)
