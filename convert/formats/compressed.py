@@ -36,7 +36,7 @@ class Compressed(Format):
 
     Attributes:
         kind: ``type``, ``num_bits`` and ``strategy`` of its weights in config.json; None: any strategy.
-        suffixes: What follows a weight's name in those of its tensors.
+        suffixes: What follows a weight's name in those of its tensors, the codes' first.
         rows_together: Rows that share a part of the file.
     """
 
@@ -53,6 +53,10 @@ class Compressed(Format):
         """The weight's tensors, and the module's scales of activations."""
         module = name.removesuffix(".weight")
         return (*(name + suffix for suffix in self.suffixes), *(module + suffix for suffix in UNUSED))
+
+    def codes_name(self, name: str) -> str:
+        """With the first suffix."""
+        return name + self.suffixes[0]
 
     def decoded_dtype(self, stored: Stored) -> np.dtype:
         """That of config.json."""

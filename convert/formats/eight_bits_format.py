@@ -71,9 +71,6 @@ class _PackedInt8(_Int8):
     name = "int8-packed"
     suffixes = PACKED, SCALE, SHAPE
 
-    def codes_name(self, name: str) -> str:
-        return name + PACKED
-
     def holds(self, stored: Stored) -> bool:
         info = stored.checkpoint.info(stored.name + PACKED)
         matrix = len(stored.shape) == len(info.shape) == 2

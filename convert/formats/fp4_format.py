@@ -28,14 +28,11 @@ class _NVFP4(Compressed):
     name, label, target = "nvfp4", "NVFP4", "nvfp4"
     bits, packed, kind = 4, NVFP4Tensor, ("float", 4, "tensor_group")
     rounding = 17 / 16 / 6  # half of the step from 4 to 6, and of its scale's
-    suffixes, codes_suffix, global_suffix = (PACKED, SCALE, GLOBAL_SCALE), PACKED, GLOBAL_SCALE
-
-    def codes_name(self, name: str) -> str:
-        return name + self.codes_suffix
+    suffixes = PACKED, SCALE, GLOBAL_SCALE
 
     def holds(self, stored: Stored) -> bool:
         tensors = stored.checkpoint.tensors
-        return tensors[self.codes_name(stored.name)].dtype == "uint8" and stored.name + self.global_suffix in tensors
+        return tensors[self.codes_name(stored.name)].dtype == "uint8" and stored.name + self.suffixes[2] in tensors
 
     def misfit(self, stored: Stored) -> str | None:
         problem = _no_matrix(stored, self.label, nvfp4.BLOCK)
@@ -45,19 +42,19 @@ class _NVFP4(Compressed):
         return misfits(
             stored,
             {
-                self.codes_suffix: (("uint8",), [(rows, columns // 2)]),
+                self.suffixes[0]: (("uint8",), [(rows, columns // 2)]),
                 SCALE: (("float8_e4m3fn",), [(rows, columns // nvfp4.BLOCK)]),
-                self.global_suffix: (("float32",), [(1,), ()]),
+                self.suffixes[2]: (("float32",), [(1,), ()]),
             },
         )
 
     def rows(self, stored: Stored, first: int, last: int) -> NVFP4Tensor:
-        name = stored.name + self.global_suffix
+        name = stored.name + self.suffixes[2]
         scale = stored.checkpoint.read(name).reshape(1)
-        divides = self.global_suffix == GLOBAL_SCALE
+        divides = self.suffixes[2] == GLOBAL_SCALE
         if not np.isfinite(scale).all() or divides and scale[0] == 0:
             raise unexpected(stored.checkpoint.info(name).file, name, "a finite scale", scale[0])
-        codes, scales = part(stored, self.codes_suffix, first, last), part(stored, SCALE, first, last)
+        codes, scales = part(stored, self.suffixes[0], first, last), part(stored, SCALE, first, last)
         return NVFP4Tensor(codes, scales, scale, divides, self.decoded_dtype(stored).name)
 
     def decode(self, tensor: NVFP4Tensor) -> np.ndarray:
@@ -66,7 +63,7 @@ class _NVFP4(Compressed):
 
 class _ModelOptNVFP4(_NVFP4):
     name, methods = "nvfp4-modelopt", (MODELOPT,)
-    suffixes, codes_suffix, global_suffix = ("", SCALE, SECOND_SCALE), "", SECOND_SCALE
+    suffixes = "", SCALE, SECOND_SCALE
 
     def scheme(self, stored: Stored) -> str:
         return self.name
@@ -85,9 +82,6 @@ class _MXFP4(Compressed):
     bits, packed, kind = 4, MXFP4Tensor, ("float", 4, "group")
     rounding = mxfp4.ROUNDING
     suffixes = PACKED, SCALE
-
-    def codes_name(self, name: str) -> str:
-        return name + PACKED
 
     def holds(self, stored: Stored) -> bool:
         info = stored.checkpoint.tensors.get(stored.name + SCALE)

@@ -26,9 +26,6 @@ class _Int4(Compressed):
     rounding = 1 / 7.5  # a step: half of one, and with zero points half of theirs
     suffixes, rows_together = (PACKED, SCALE, ZEROS, SHAPE), _IN_A_WORD
 
-    def codes_name(self, name: str) -> str:
-        return name + PACKED
-
     def holds(self, stored: Stored) -> bool:
         return stored.checkpoint.info(stored.name + PACKED).dtype == "int32"
 
@@ -69,9 +66,6 @@ class _Int4Bytes(_Int4):
 
     name = "int4-bytes"
     suffixes, rows_together = ("", SCALE), 1
-
-    def codes_name(self, name: str) -> str:
-        return name
 
     def holds(self, stored: Stored) -> bool:
         quantization = stored.checkpoint.config.get("quantization_config")
