@@ -273,9 +273,9 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, rounded: bool =
     """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
 
     def gate(gate_up, products, lora_B, down_A):
-        own = None if products is None else Inner(flat_rows(products), lora_B)
+        own = None if products is None else Inner(_rows(products), lora_B)
         options: Any = {"activation": block.activation, "rounded": rounded}
-        h, product_down = glu_lora_forward(flat_rows(gate_up), own, down_A, **options)
+        h, product_down = glu_lora_forward(_rows(gate_up), own, down_A, **options)
         lead = product_of(gate_up).shape[:-1]
         h = h.over(*lead) if isinstance(h, Rounded) else h.reshape(*lead, -1)
         return h, None if product_down is None else product_down.reshape(*lead, -1)
@@ -289,10 +289,10 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: boo
     """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
 
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
-        own = None if products is None else Inner(flat_rows(products), lora_B)
-        below = None if down_A is None else (down_A, flat_rows(dproducts))
+        own = None if products is None else Inner(_rows(products), lora_B)
+        below = None if down_A is None else (down_A, _rows(dproducts))
         options: Any = {"activation": block.activation, "with_h": with_h, "with_absmax": with_absmax}
-        gradient, h, *sums, absmax = glu_lora_backward(flat_rows(gate_up), own, flat_rows(dh), below, **options)
+        gradient, h, *sums, absmax = glu_lora_backward(_rows(gate_up), own, _rows(dh), below, **options)
         shares = (None if share is None else share[None] for share in sums)
         *lead, width = product_of(dh).shape
         h = None if h is None else h.reshape(*lead, width)
@@ -303,3 +303,8 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: boo
     island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES, ROWS))
     dgate_up, h, *shares, absmax = island(gate_up, products, lora_B, dh, down_A, dproducts)
     return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares), absmax
+
+
+def _rows(operand: Any) -> Any:
+    """[B, S, …] with one axis of rows."""
+    return flat_rows(operand)
