@@ -6,7 +6,7 @@ of its longest documents, or the group is left out.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -97,7 +97,7 @@ def encode_preferences(
     tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
     examples = np.repeat([group.example for group in kept], sizes)
     documents = documents_of(tokens, learnt, examples, counts, last_token=ranked)
-    fields = {"roles": np.asarray([role for group in kept for role in group.roles], np.int32)}
+    fields: dict[str, Any] = {"roles": np.asarray([role for group in kept for role in group.roles], np.int32)}
     if ranked:
         fields["margins"] = np.repeat([group.margin for group in kept], sizes).astype(np.float32)
     return Encoded(documents, noted, np.cumsum([0, *sizes]), fields, labelled=pairing == "unpaired")
