@@ -1,5 +1,7 @@
 """Hopper's kernels for operands of any size: padding, block sizes, the number of multiprocessors."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -12,14 +14,28 @@ from pallas_kernels.grouped_matmul.schedule import ALIGNED
 _H100_CORES = 132
 
 
-def matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
+def matmul(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    rows: Array | None,
+    low_rank: tuple[Array, Array] | None,
+    *,
+    transposed: bool = False,
+) -> Array:
     """y_i = w[g(i)] x_i + b[g(i)] z_i."""
-    return _matmul(x, w, group_sizes, rows, low_rank, transposed=False)
+    count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
+    x, w = _padded(x, (1 if rows is not None else ALIGNED, TERMS)), _padded(w, (1, TERMS, TERMS))
+    if low_rank is not None:
+        low_rank = (_padded(low_rank[0], (ALIGNED, TERMS)), _padded(low_rank[1], (1, TERMS, TERMS)))
+    rows = None if rows is None else _padded(rows, (ALIGNED,))
+    config = matmul_config(columns, count / w.shape[0])
+    out = mosaic_sm90.matmul(x, w, group_sizes, rows, low_rank, transposed=transposed, config=config, cores=_cores())
+    return out[:count, :columns]
 
 
-def dx(dy: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
-    """dx_i = dy_i w[g(i)] + z_i a[g(i)]."""
-    return _matmul(dy, w, group_sizes, rows, low_rank, transposed=True)
+#: dx_i = dy_i w[g(i)] + z_i a[g(i)].
+dx = functools.partial(matmul, transposed=True)
 
 
 def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DTypeLike) -> Array:
@@ -31,25 +47,6 @@ def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DType
     config = dw_config(dy.shape[1], jnp.dtype(dtype).itemsize)
     out = mosaic_sm90.dw(dy, x, group_sizes, _padded_rows(rows, dy), dtype=dtype, config=config, cores=_cores())
     return out[:, : shape[0], : shape[1]]
-
-
-def _matmul(
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    rows: Array | None,
-    low_rank: tuple[Array, Array] | None,
-    *,
-    transposed: bool,
-) -> Array:
-    count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
-    x, w = _padded(x, (1 if rows is not None else ALIGNED, TERMS)), _padded(w, (1, TERMS, TERMS))
-    if low_rank is not None:
-        low_rank = (_padded(low_rank[0], (ALIGNED, TERMS)), _padded(low_rank[1], (1, TERMS, TERMS)))
-    rows = None if rows is None else _padded(rows, (ALIGNED,))
-    config = matmul_config(columns, count / w.shape[0])
-    out = mosaic_sm90.matmul(x, w, group_sizes, rows, low_rank, transposed=transposed, config=config, cores=_cores())
-    return out[:count, :columns]
 
 
 def _padded(array: Array, multiples: tuple[int, ...]) -> Array:

@@ -19,6 +19,8 @@ from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
 
 
+# Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("transposed", "config", "interpret"))
 def matmul(
     x: Array,
     w: Array,
@@ -26,30 +28,11 @@ def matmul(
     rows: Array | None,
     low_rank: tuple[Array, Array] | None,
     *,
+    transposed: bool = False,
     config: TritonConfig | None = None,
     interpret: bool = False,
 ) -> Array:
     """y_i = w[g(i)] x_i + b[g(i)] z_i; `interpret` runs on any device, in jax.numpy."""
-    return _matmul(x, w, group_sizes, rows, low_rank, transposed=False, config=config, interpret=interpret)
-
-
-def dx(
-    dy: Array,
-    w: Array,
-    group_sizes: Array,
-    rows: Array | None,
-    low_rank: tuple[Array, Array] | None,
-    *,
-    config: TritonConfig | None = None,
-    interpret: bool = False,
-) -> Array:
-    """dx_i = dy_i w[g(i)] + z_i a[g(i)]; `interpret` as in `matmul`."""
-    return _matmul(dy, w, group_sizes, rows, low_rank, transposed=True, config=config, interpret=interpret)
-
-
-# Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("transposed", "config", "interpret"))
-def _matmul(x, w, group_sizes, rows, low_rank, *, transposed: bool, config: TritonConfig | None, interpret: bool):
     count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
     config = config or triton_config(count / w.shape[0], columns)
     # Columns are numbered by tiles: their product with a constant is known to be aligned, a number in memory is not.
@@ -62,6 +45,10 @@ def _matmul(x, w, group_sizes, rows, low_rank, *, transposed: bool, config: Trit
         interpret=interpret,
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
     )(*table, x, w, rows, low_rank)
+
+
+#: dx_i = dy_i w[g(i)] + z_i a[g(i)].
+dx = functools.partial(matmul, transposed=True)
 
 
 def _matmul_kernel(
