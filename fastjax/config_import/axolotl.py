@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from fastjax.config_import import common
 from fastjax.config_import.axolotl_data import data
 from fastjax.config_import.axolotl_preferences import preferences
 from fastjax.config_import.common import (
@@ -16,15 +17,11 @@ from fastjax.config_import.common import (
     schedule,
     warmup,
 )
-from fastjax.config_import.job import Job, Row, Tool
+from fastjax.config_import.job import Job
 from fastjax.config_import.preferences import OTHER, REFERENCE
-from fastjax.config_import.rows import among, lost, refused, to, to_list, to_number, unneeded
+from fastjax.config_import.table import To, Tool, names, number
 
-_REWARD = "reward models are not carried over; write preferences.loss: reward for one score a text"
-_MULTIMODAL = "models of text only"
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
-_HUB = "nothing is uploaded; output.output_dir has the result"
-_WANDB = "wandb reads it from its environment variables (WANDB_MODE, WANDB_RUN_ID)"
 
 #: What PEFT adapts where Axolotl names nothing, in Llama, Mistral, Qwen and Gemma.
 _PEFT_TARGETS = ["q_proj", "v_proj"]
@@ -76,19 +73,13 @@ def _method(job: Job) -> None:
         job.carry("load_in_4bit", "model.load_in_4bit", four or adapter == "qlora")
     if eight:
         job.not_carried["load_in_8bit"] = "no base in 8 bits: it stays in 16; model.load_in_4bit: true takes a quarter"
-    elif "load_in_8bit" in job.taken:
-        job.not_needed["load_in_8bit"] = "so it is here"
     targets, linear = job.take("lora_target_modules"), job.flag("lora_target_linear")
     if linear or targets == "all-linear":
-        for key in ("lora_target_linear", "lora_target_modules"):
-            if key in job.taken:
-                job.not_needed[key] = "lora.target_modules: null is every projection"
+        pass  # lora.target_modules: null is every projection
     elif isinstance(targets, str) or targets:
         job.carry("lora_target_modules", "lora.target_modules", targets)
     elif "lora_target_parameters" not in job.values:
         job.carry("lora_target_modules", "lora.target_modules", _PEFT_TARGETS, "PEFT's default")
-    if "lora_target_linear" in job.taken and not linear:
-        job.not_needed["lora_target_linear"] = "off"
 
 
 def _length(job: Job) -> None:
@@ -100,8 +91,6 @@ def _length(job: Job) -> None:
         job.carry("gradient_accumulation_steps", "training.gradient_accumulation_steps", steps)
     elif total is not None:
         job.carry("batch_size", "training.gradient_accumulation_steps", max(1, total // rows))
-    if total is not None and steps is not None:
-        job.not_needed["batch_size"] = "gradient_accumulation_steps says it"
 
 
 def _schedule(job: Job) -> None:
@@ -118,7 +107,6 @@ def _precision(job: Job) -> None:
     flags = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16"))
     precision(job, (*flags, ("float32", "float32")), param_dtype=job.values.get("adapter") is None)
     if job.values.get("bf16") is False and "model.dtype" not in job.carried:
-        del job.not_needed["bf16"]
         job.carry("bf16", "model.dtype", "float32", "no 16-bit dtype is named")
 
 
@@ -130,13 +118,10 @@ def _checkpoints(job: Job) -> None:
         strategy, times = job.text(f"{kind}_strategy"), job.number(per_epoch)
         if times and setting not in job.carried:
             _per_epoch(job, per_epoch, times, setting)
-        elif times is not None:
-            job.not_needed[per_epoch] = f"{kind}_steps says it" if times else "none, as here"
         if strategy == "best":
             job.not_carried[f"{kind}_strategy"] = "output.load_best_model_at_end keeps the best checkpoint"
         elif setting in job.carried or strategy in ("steps", "no"):
-            if strategy is not None:
-                job.not_needed[f"{kind}_strategy"] = f"{setting} says it"
+            pass
         elif strategy == "epoch" or (strategy is None and kind == "save"):
             job.carry(f"{kind}_strategy", setting, "epoch")
         elif strategy is not None:
@@ -152,8 +137,6 @@ def _per_epoch(job: Job, key: str, times: float, setting: str) -> None:
         job.carry(key, setting, "epoch")
     elif times * epochs > 1:
         job.carry(key, setting, 1 / (times * epochs))
-    else:
-        job.not_needed[key] = "less than once in the run"
 
 
 def _trackers(job: Job) -> None:
@@ -165,17 +148,11 @@ def _trackers(job: Job) -> None:
     for name, value in place.items():
         if value and used:
             job.carry(f"wandb_{name}", f"output.{name}", value)
-        elif value:
-            job.not_needed[f"wandb_{name}"] = "wandb is not used"
-    if wanted is False:
-        job.not_needed["use_wandb"] = "off"
     if job.flag("use_tensorboard"):
         earlier = job.carried.get("output.report_to")
         keys = ["use_tensorboard"] if earlier is None else [earlier.key, "use_tensorboard"]
         kinds = ["tensorboard"] if earlier is None else ["tensorboard", *earlier.value]
         job.carry(", ".join(keys), "output.report_to", kinds, "" if earlier is None else earlier.note)
-    elif "use_tensorboard" in job.taken:
-        job.not_needed["use_tensorboard"] = "off"
     if name := job.text("wandb_name"):
         job.carry("wandb_name", "output.run_name", name)
 
@@ -245,165 +222,125 @@ def _rope(job: Job) -> None:
         )
 
 
-_ROWS: dict[str, Row] = {
-    "sequence_len": to("model.max_seq_length", 512),
-    "lora_r": to("lora.r", 8),
-    "lora_alpha": to("lora.lora_alpha", 8),
-    "lora_dropout": to_number("lora.lora_dropout"),
-    "lora_modules_to_save": to_list("lora.modules_to_save"),
-    "lora_target_parameters": to_list("lora.target_parameters"),
-    "lora_rank_pattern": to("lora.rank_pattern"),
-    "lora_alpha_pattern": to("lora.alpha_pattern"),
-    "lora_layers_to_transform": to("lora.layers_to_transform"),
-    "peft_layers_to_transform": to("lora.layers_to_transform"),
-    "peft_use_dora": to("lora.use_dora"),
-    "peft_use_rslora": to("lora.use_rslora"),
-    "peft_init_lora_weights": to("lora.init_lora_weights"),
-    "peft_trainable_token_indices": to("lora.trainable_token_indices"),
-    "peft_ensure_weight_tying": to("lora.ensure_weight_tying"),
-    "lora_model_dir": to("lora.adapter"),
-    "loraplus_lr_ratio": to_number("optimizer.loraplus_lr_ratio"),
-    "loraplus_lr_embedding": to_number("optimizer.embedding_learning_rate"),
-    "embedding_lr": to_number("optimizer.embedding_learning_rate"),
-    "learning_rate": to_number("optimizer.learning_rate"),
-    "cosine_min_lr_ratio": to_number("optimizer.min_lr_ratio"),
-    "weight_decay": to_number("optimizer.weight_decay"),
-    "max_grad_norm": to_number("optimizer.max_grad_norm"),
-    "adam_beta1": to_number("optimizer.adam_beta1"),
-    "adam_beta2": to_number("optimizer.adam_beta2"),
-    "adam_epsilon": to_number("optimizer.adam_epsilon"),
-    "adam_eps": to_number("optimizer.adam_epsilon"),
-    "num_epochs": to_number("training.num_train_epochs"),
-    "max_steps": to("training.max_steps"),
-    "eval_batch_size": to("training.per_device_eval_batch_size"),
-    "logging_steps": to("training.logging_steps"),
-    "early_stopping_patience": to("training.early_stopping_patience"),
-    "neftune_noise_alpha": to_number("training.neftune_noise_alpha"),
-    "noisy_embedding_alpha": to_number("training.neftune_noise_alpha"),
-    "label_smoothing_factor": to_number("training.label_smoothing_factor"),
-    "seed": to("training.seed"),
-    "output_dir": to("output.output_dir", "./model-out"),
-    "save_total_limit": to("output.save_total_limit"),
-    "load_best_model_at_end": to("output.load_best_model_at_end"),
-    "dp_replicate_size": to("parallel.data"),
-    "dp_shard_size": to("parallel.fsdp"),
-    "context_parallel_size": to("parallel.context"),
-    "sequence_parallel_degree": to("parallel.context"),
-    "tensor_parallel_size": to("parallel.tensor"),
-    "expert_parallel_size": to("parallel.expert"),
-    # What changes nothing.
-    **dict.fromkeys(("model_type", "tokenizer_type"), unneeded("config.json and the tokenizer's files say it")),
-    **dict.fromkeys(("tokenizer_use_fast", "tokenizer_legacy"), unneeded("the tokenizer's files say it")),
-    **dict.fromkeys(
-        ("is_falcon_derived_model", "is_llama_derived_model", "is_mistral_derived_model", "is_qwen_derived_model"),
-        unneeded("config.json says it"),
-    ),
-    "trust_remote_code": unneeded("no code of a model's folder is run"),
-    **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs"), unneeded(RECOMPUTE)),
-    **dict.fromkeys(("activation_offloading", "selective_checkpointing"), unneeded(RECOMPUTE)),
-    **dict.fromkeys(("flash_attention", "xformers_attention", "sdp_attention", "flex_attention"), unneeded(KERNELS)),
-    **dict.fromkeys(("attn_implementation", "eager_attention", "flash_attn_*", "flex_attn_*"), unneeded(KERNELS)),
-    **dict.fromkeys(("liger_*", "cut_cross_entropy", "chunked_cross_entropy*", "torch_compile*"), unneeded(KERNELS)),
-    **dict.fromkeys(
-        ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), unneeded(KERNELS)
-    ),
-    **dict.fromkeys(("use_kernels", "use_scattermoe", "use_sonicmoe", "experts_implementation"), unneeded(KERNELS)),
-    "fused_attn_kernel": unneeded(KERNELS),
-    "quantize_moe_experts": unneeded("model.load_in_4bit holds experts in NF4 too"),
-    **dict.fromkeys(("use_ray", "ray_*"), unneeded(PARALLEL)),
-    "streaming": lost("data.train takes sections with streaming: true"),
-    "tf32": unneeded("products are in model.dtype; in float32 they are never in TF32"),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp*", "deepcompile"), unneeded(PARALLEL)),
-    **dict.fromkeys(("fsdp_final_state_dict_type", "device", "device_map", "local_rank"), unneeded(PARALLEL)),
-    **dict.fromkeys(
-        ("dataset_prepared_path", "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory", "dataloader_*"),
-        unneeded("prepared data are kept in data.cache_dir"),
-    ),
-    **dict.fromkeys(
-        ("pad_to_sequence_len", "pad_to_multiple_of"), unneeded("every row has model.max_seq_length tokens")
-    ),
-    **dict.fromkeys(("eval_sample_packing", "sample_packing_*", "eval_sequence_len"), unneeded("as in training")),
-    **dict.fromkeys(("eot_tokens", "tokenizer_save_jinja_files"), unneeded("the template marks the ends of turns")),
-    **dict.fromkeys(("strict", "debug", "gc_steps", "remove_unused_columns"), unneeded("nothing to set")),
-    **dict.fromkeys(
-        ("low_cpu_mem_usage", "lora_on_cpu", "qlora_sharded_model_loading"), unneeded("weights are streamed")
-    ),
-    **dict.fromkeys(("save_safetensors", "save_only_model"), unneeded("the result is safetensors, a checkpoint whole")),
-    **dict.fromkeys(
-        ("resize_token_embeddings_to_32x", "mean_resizing_embeddings"), unneeded("model.new_tokens does it")
-    ),
-    "tiled_mlp": unneeded("model.mlp_chunk: auto does so for long rows"),
-    "precompute_ref_log_probs": unneeded(REFERENCE),
-    **dict.fromkeys(("dpo_padding_free", "dpo_use_logits_to_keep", "dpo_use_liger_kernel"), unneeded(KERNELS)),
-    **dict.fromkeys(("rl_beta", "orpo_alpha", "simpo_gamma", "cpo_alpha", "kto_*"), unneeded(OTHER)),
-    **dict.fromkeys(("trl", "dpo_label_smoothing"), unneeded(OTHER)),
-    "loss_watchdog_threshold": unneeded("a loss that is not finite ends the run, a spike is in the report"),
-    "loss_watchdog_patience": unneeded("a loss that is not finite ends the run, a spike is in the report"),
-    "include_tokens_per_second": unneeded("the metrics have it"),
-    "shuffle_merged_datasets": lost("rows are always shuffled", among(True)),
-    "shuffle_before_merging_datasets": unneeded("rows are shuffled"),
-    "bnb_config_kwargs": lost("NF4 has quantised scales, as with bnb_4bit_use_double_quant"),
-    # What is not there.
-    "max_prompt_len": lost("preferences.max_length limits prompt and answer together"),
-    "dpo_generate_during_eval": lost("`fastjax generate` answers prompts"),
-    "wandb_*": lost(_WANDB),
-    **dict.fromkeys(("mlflow*", "use_mlflow", "comet_*", "use_comet", "swanlab*", "use_swanlab"), lost(_LOG)),
-    **dict.fromkeys(("trackio*", "use_trackio", "use_otel_metrics", "otel_*"), lost(_LOG)),
-    **dict.fromkeys(("hub_*", "push_dataset_to_hub", "hf_use_auth_token"), lost(_HUB)),
-    "resume_from_checkpoint": lost("`fastjax train --resume` goes on from this program's own checkpoints"),
-    "auto_resume_from_checkpoints": to("output.resume"),
-    "group_by_length": to("training.group_by_length"),
-    "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
-    # What would make the result another.
-    "rpo_alpha": refused("no cross-entropy is added to a loss of preferences"),
-    **dict.fromkeys(
-        ("dpo_use_weighting", "dpo_norm_loss", "dpo_loss_weights"), refused("the loss is that of the paper")
-    ),
-    "dpo_loss_type": refused("rl names the loss: dpo, ipo", among(None, [], ["sigmoid"])),
-    **dict.fromkeys(("reward_model", "process_reward_model"), refused(_REWARD)),
-    **dict.fromkeys(("processor_type", "image_size", "freeze_mm_modules"), refused(_MULTIMODAL)),
-    "gptq": refused("no bases in GPTQ; 16 bits, NF4, FP8 and compressed-tensors there are"),
-    "fp8": refused(FLOAT8),
-    "loftq": refused("adapters start as lora.init_lora_weights says"),
-    "peft": refused("adapters start as lora.init_lora_weights says"),
-    "relora*": refused("no ReLoRA"),
-    "lisa_*": refused("no LISA"),
-    "unfrozen_parameters": refused("every weight is trained, or an adapter and lora.modules_to_save"),
-    "peft_layer_replication": refused("layers are those of config.json"),
-    "lora_fan_in_fan_out": unneeded("projections are linear layers, where PEFT leaves it out"),
-    **dict.fromkeys(
-        ("lr_groups", "optim_args", "optim_target_modules"), refused("one learning rate for all, and LoRA+")
-    ),
-    **dict.fromkeys(
-        ("lr_quadratic_warmup", "cosine_constant_lr_ratio"), refused("the warm-up is linear, then cosine falls")
-    ),
-    **dict.fromkeys(("jagged_restart_*", "embedding_lr_scale"), refused("no such schedule")),
-    "default_system_message": refused("no system message is added; put it into the rows"),
-    "chat_template_kwargs": to("data.chat_template_kwargs"),
-    "added_tokens_overrides": refused("the tokenizer's files say which token has which id; change them there"),
-    "use_pose": refused("positions are those of the rows"),
-    "use_eaft": refused("the loss is cross-entropy"),
-    "min_sample_len": refused("short rows are not dropped; do so beforehand"),
-    "curriculum_sampling": refused("rows are shuffled"),
-    "reinit_weights": refused("the base model's weights are those of its folder"),
-    "s2_attention": refused("attention is the model's own"),
-    **dict.fromkeys(("scaling_softmax", "num_labels"), refused("the model is that of config.json")),
+SETTINGS = {
+    **common.SETTINGS,
+    "sequence_len": To("model.max_seq_length", 512),
+    "lora_r": To("lora.r", 8),
+    "lora_alpha": To("lora.lora_alpha", 8),
+    "lora_modules_to_save": names("lora.modules_to_save"),
+    "lora_target_parameters": names("lora.target_parameters"),
+    "lora_rank_pattern": To("lora.rank_pattern"),
+    "lora_alpha_pattern": To("lora.alpha_pattern"),
+    "lora_layers_to_transform": To("lora.layers_to_transform"),
+    "peft_layers_to_transform": To("lora.layers_to_transform"),
+    "peft_use_dora": To("lora.use_dora"),
+    "peft_use_rslora": To("lora.use_rslora"),
+    "peft_init_lora_weights": To("lora.init_lora_weights"),
+    "peft_trainable_token_indices": To("lora.trainable_token_indices"),
+    "peft_ensure_weight_tying": To("lora.ensure_weight_tying"),
+    "lora_model_dir": To("lora.adapter"),
+    "embedding_lr": number("optimizer.embedding_learning_rate"),
+    "cosine_min_lr_ratio": number("optimizer.min_lr_ratio"),
+    "adam_eps": number("optimizer.adam_epsilon"),
+    "num_epochs": number("training.num_train_epochs"),
+    "max_steps": To("training.max_steps"),
+    "eval_batch_size": To("training.per_device_eval_batch_size"),
+    "early_stopping_patience": To("training.early_stopping_patience"),
+    "noisy_embedding_alpha": number("training.neftune_noise_alpha"),
+    "chat_template_kwargs": To("data.chat_template_kwargs"),
+    "output_dir": To("output.output_dir", "./model-out"),
+    "auto_resume_from_checkpoints": To("output.resume"),
+    "dp_replicate_size": To("parallel.data"),
+    "dp_shard_size": To("parallel.fsdp"),
+    "context_parallel_size": To("parallel.context"),
+    "sequence_parallel_degree": To("parallel.context"),
+    "tensor_parallel_size": To("parallel.tensor"),
+    "expert_parallel_size": To("parallel.expert"),
+}
+
+NOT_NEEDED = {
+    "config.json and the tokenizer's files say it": "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy "
+    "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
+    "no code of a model's folder is run": "trust_remote_code",
+    RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs activation_offloading selective_checkpointing",
+    KERNELS: "flash_attention xformers_attention sdp_attention flex_attention attn_implementation eager_attention "
+    "flash_attn_* flex_attn_* liger_* cut_cross_entropy chunked_cross_entropy* torch_compile* lora_mlp_kernel "
+    "lora_qkv_kernel lora_o_kernel lora_embedding_kernel use_kernels use_scattermoe use_sonicmoe fused_attn_kernel "
+    "experts_implementation dpo_padding_free dpo_use_logits_to_keep dpo_use_liger_kernel",
+    "model.load_in_4bit holds experts in NF4 too": "quantize_moe_experts",
+    PARALLEL: "use_ray ray_* deepspeed fsdp fsdp_config fsdp_version ddp* deepcompile fsdp_final_state_dict_type "
+    "device device_map local_rank",
+    "products are in model.dtype; in float32 they are never in TF32": "tf32",
+    "prepared data are kept in data.cache_dir": "dataset_prepared_path dataset_processes dataset_num_proc "
+    "dataset_keep_in_memory dataloader_*",
+    "every row has model.max_seq_length tokens": "pad_to_sequence_len pad_to_multiple_of",
+    "as in training": "eval_sample_packing sample_packing_* eval_sequence_len",
+    "the template marks the ends of turns": "eot_tokens tokenizer_save_jinja_files",
+    "nothing to set": "strict debug gc_steps remove_unused_columns",
+    "the metrics have it": "include_tokens_per_second",
+    "rows are shuffled": "shuffle_before_merging_datasets",
+    "projections are linear layers, where PEFT leaves it out": "lora_fan_in_fan_out",
+    "weights are streamed": "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading",
+    "the result is safetensors, a checkpoint whole": "save_safetensors save_only_model",
+    "model.new_tokens does it": "resize_token_embeddings_to_32x mean_resizing_embeddings",
+    "model.mlp_chunk: auto does so for long rows": "tiled_mlp",
+    REFERENCE: "precompute_ref_log_probs",
+    OTHER: "rl_beta orpo_alpha simpo_gamma cpo_alpha kto_* trl dpo_label_smoothing",
+    "a loss that is not finite ends the run, a spike is in the report": "loss_watchdog_threshold "
+    "loss_watchdog_patience",
+}
+
+NOT_CARRIED = {
+    "data.train takes sections with streaming: true": "streaming",
+    "rows are always shuffled": "shuffle_merged_datasets",
+    "NF4 has quantised scales, as with bnb_4bit_use_double_quant": "bnb_config_kwargs",
+    "preferences.max_length limits prompt and answer together": "max_prompt_len",
+    "`fastjax generate` answers prompts": "dpo_generate_during_eval",
+    "wandb reads it from its environment variables (WANDB_MODE, WANDB_RUN_ID)": "wandb_*",
+    _LOG: "mlflow* use_mlflow comet_* use_comet swanlab* use_swanlab trackio* use_trackio use_otel_metrics otel_*",
+    "nothing is uploaded; output.output_dir has the result": "hub_* push_dataset_to_hub hf_use_auth_token",
+    "`fastjax train --resume` goes on from this program's own checkpoints": "resume_from_checkpoint",
+}
+
+REFUSED = {
+    "rows are not deduplicated; do so beforehand": "dataset_exact_deduplication",
+    "no cross-entropy is added to a loss of preferences": "rpo_alpha",
+    "the loss is that of the paper": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
+    "rl names the loss: dpo, ipo": "dpo_loss_type",
+    "reward models are not carried over; write preferences.loss: reward for one score a text": "reward_model "
+    "process_reward_model",
+    "models of text only": "processor_type image_size freeze_mm_modules",
+    "no bases in GPTQ; 16 bits, NF4, FP8 and compressed-tensors there are": "gptq",
+    FLOAT8: "fp8",
+    "adapters start as lora.init_lora_weights says": "loftq peft",
+    "no ReLoRA": "relora*",
+    "no LISA": "lisa_*",
+    "every weight is trained, or an adapter and lora.modules_to_save": "unfrozen_parameters",
+    "layers are those of config.json": "peft_layer_replication",
+    "one learning rate for all, and LoRA+": "lr_groups optim_args optim_target_modules",
+    "the warm-up is linear, then cosine falls": "lr_quadratic_warmup cosine_constant_lr_ratio",
+    "no such schedule": "jagged_restart_* embedding_lr_scale",
+    "no system message is added; put it into the rows": "default_system_message",
+    "the tokenizer's files say which token has which id; change them there": "added_tokens_overrides",
+    "positions are those of the rows": "use_pose",
+    "the loss is cross-entropy": "use_eaft",
+    "short rows are not dropped; do so beforehand": "min_sample_len",
+    "rows are shuffled": "curriculum_sampling",
+    "the base model's weights are those of its folder": "reinit_weights",
+    "attention is the model's own": "s2_attention",
+    "the model is that of config.json": "scaling_softmax num_labels",
 }
 
 AXOLOTL = Tool(
     "axolotl",
-    (
-        "base_model",
-        "sequence_len",
-        "micro_batch_size",
-        "num_epochs",
-        "datasets",
-        "sample_packing",
-        "pretraining_dataset",
-    ),
-    _ROWS,
+    "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset".split(),
     (
         *(_base, _method, _length, _schedule, _precision, _checkpoints, _trackers, preferences),
         *(data, _tokens, _qat, _plugins, _rope),
     ),
+    SETTINGS,
+    NOT_NEEDED,
+    NOT_CARRIED,
+    REFUSED,
+    {"shuffle_merged_datasets": (True,), "dpo_loss_type": (None, [], ["sigmoid"])},
 )

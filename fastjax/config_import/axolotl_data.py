@@ -6,7 +6,7 @@ from typing import Any
 from fastjax.config_import import axolotl_preferences
 from fastjax.config_import.common import TEMPLATES, hold_out, write_data
 from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import ONE_TEMPLATE
+from fastjax.config_import.preferences import ONE_TEMPLATE, spelling
 from fastjax.data.columns import SHAREGPT_ROLES
 
 
@@ -34,8 +34,6 @@ def data(job: Job) -> None:
         job.carry("train_on_inputs", "data.loss_on", "all")
     elif roles - {("assistant",)}:
         job.carry("datasets[].roles_to_train", "data.loss_on", list(roles.pop()))
-    elif "train_on_inputs" in job.taken:
-        job.not_needed["train_on_inputs"] = "data.loss_on: responses"
     too_long = job.text("excess_length_strategy") or ("split" if kinds == {"text"} else "drop")
     if too_long == "raise":
         job.refused["excess_length_strategy"] = "data.too_long has truncate, split and drop"
@@ -110,8 +108,7 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
             source["path"] = files if isinstance(files, str) else files[0]
     if given.get("ds_type") in ("text", "arrow"):
         job.refused[f"{where}.ds_type"] = "files are JSON, CSV or parquet"
-    if (split := str(given.pop("split", "train"))) != "train":
-        source["split"] = split
+    source["split"] = str(given.pop("split", "train"))
     source |= _columns(job, where, given)
     for key, value in given.items():
         if key in _FIXED and value not in _FIXED[key]:
@@ -142,15 +139,13 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     role = given.pop("message_field_role", None) or names.pop("role", "from" if old else "role")
     content = given.pop("message_field_content", None) or names.pop("content", "value" if old else "content")
     column = given.pop("field_messages", None) or ("conversations" if old else "messages")
-    meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((str(role), str(content)))
-    if meaning is None or any(name != value for name, value in names.items()):
-        job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
+    meaning = spelling(job, f"{where}.message_property_mappings", role, content, names)
     axolotl_preferences.check_roles(job, where, given.pop("roles", {}))
     learnt = given.pop("roles_to_train", ["assistant"])
     told = [SHAREGPT_ROLES.get(str(name)) for name in learnt] if isinstance(learnt, list) else []
     if not told or None in told:
         job.refused[f"{where}.roles_to_train"] = f"expected some of {', '.join(SHAREGPT_ROLES)}"
-    columns = {meaning or "messages": column}
+    columns = {meaning: column}
     if (tools := given.pop("field_tools", None)) is not None:
         columns["tools"] = tools
     return {"kind": "chat", "columns": columns, "learnt": sorted(set(filter(None, told)))}
@@ -171,8 +166,7 @@ def _pretraining(job: Job, where: str, item: Any) -> dict[str, Any]:
     """A data set of plain text that is streamed."""
     given = {"path": item} if isinstance(item, str) else job.to_mapping(where, item)
     source = {key: given.pop(key) for key in ("path", "name") if key in given}
-    if (split := str(given.pop("split", "train"))) != "train":
-        source["split"] = split
+    source["split"] = str(given.pop("split", "train"))
     source |= {"kind": "text", "streaming": True, "columns": {"text": given.pop("text_column", "text")}}
     if given.pop("type", "pretrain") not in ("pretrain", "completion"):
         job.refused[f"{where}.type"] = "pretraining reads plain text"

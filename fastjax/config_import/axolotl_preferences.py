@@ -11,7 +11,9 @@ from fastjax.config_import.preferences import (
     PAIR,
     SYSTEM,
     answer_length,
+    carry_loss,
     no_dropout,
+    spelling,
     wants,
 )
 from fastjax.training.config.preferences import WITH_REFERENCE
@@ -46,6 +48,14 @@ _MESSAGES = {
 }
 
 
+#: Loss → its arguments: the keys, and TRL's defaults.
+_ARGUMENTS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "dpo": {"label_smoothing": ("dpo_label_smoothing", None)},
+    "kto": {f"{kind}_weight": (f"kto_{kind}_weight", 1.0) for kind in ("desirable", "undesirable")},
+    "simpo": {"gamma": ("simpo_gamma", 0.5)},
+}
+
+
 def preferences(job: Job) -> None:
     """The loss with its settings, and the lengths of answers; defaults are TRL's."""
     loss = job.text("rl")
@@ -54,19 +64,11 @@ def preferences(job: Job) -> None:
     if loss not in LOSSES:
         job.refused["rl"] = f"{shorten(loss, 80)}: {NO_RL}"
         return
-    job.carry("rl", "preferences.loss", loss)
+    carry_loss(job, "rl", loss, _ARGUMENTS.get(loss, {}))
     _beta(job)
     if loss == "orpo":
         job.carry("rl", "preferences.nll_tokens", "all", "the first term over prompts too, as in TRL")
-    if loss == "dpo" and (smoothing := job.number("dpo_label_smoothing")) is not None:
-        job.carry("dpo_label_smoothing", "preferences.label_smoothing", smoothing)
-    if loss == "kto":
-        for kind in ("desirable", "undesirable"):
-            weight = job.number(f"kto_{kind}_weight")
-            job.carry(f"kto_{kind}_weight", f"preferences.{kind}_weight", weight or 1.0)
     if loss == "simpo":
-        gamma = job.number("simpo_gamma")
-        job.carry("simpo_gamma", "preferences.gamma", 0.5 if gamma is None else gamma)
         if job.number("cpo_alpha") == 0:
             job.not_needed["cpo_alpha"] = "SimPO alone, as here"
         else:
@@ -116,9 +118,8 @@ def columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
 def _conversation(job: Job, where: str, given: dict[str, Any], prompt: str | None) -> dict[str, str]:
     """Columns of messages, of which an answer is the last."""
     names = job.to_texts(f"{where}.message_property_mappings", given.pop("message_property_mappings", {}))
-    spelling = names.pop("role", "role"), names.pop("content", "content")
-    if spelling not in (("role", "content"), ("from", "value")) or any(name != value for name, value in names.items()):
-        job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
+    own = f"{where}.message_property_mappings"
+    spelling(job, own, names.pop("role", "role"), names.pop("content", "content"), names)
     check_roles(job, where, given.pop("roles", {}))
     told = {name: given.pop(f"field_{name}", None) for name in ("messages", *PAIR) if name in (prompt, *PAIR)}
     texts = job.to_texts(where, {name: value for name, value in told.items() if value is not None})

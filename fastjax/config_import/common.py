@@ -4,6 +4,7 @@ from typing import Any
 
 from convert.errors import shorten, shown
 from fastjax.config_import.job import Job
+from fastjax.config_import.table import To, number
 from fastjax.data.columns import SHAREGPT_ROLES
 
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
@@ -45,6 +46,26 @@ SCHEDULES = {
 
 #: Chat templates that both the tools and this program have under these names; others are the tokenizer's own.
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama3")
+
+#: Keys that Axolotl has from transformers, and LLaMA-Factory too.
+SETTINGS = {
+    "lora_dropout": number("lora.lora_dropout"),
+    "loraplus_lr_ratio": number("optimizer.loraplus_lr_ratio"),
+    "loraplus_lr_embedding": number("optimizer.embedding_learning_rate"),
+    "learning_rate": number("optimizer.learning_rate"),
+    "weight_decay": number("optimizer.weight_decay"),
+    "max_grad_norm": number("optimizer.max_grad_norm"),
+    "adam_beta1": number("optimizer.adam_beta1"),
+    "adam_beta2": number("optimizer.adam_beta2"),
+    "adam_epsilon": number("optimizer.adam_epsilon"),
+    "neftune_noise_alpha": number("training.neftune_noise_alpha"),
+    "label_smoothing_factor": number("training.label_smoothing_factor"),
+    "group_by_length": To("training.group_by_length"),
+    "logging_steps": To("training.logging_steps"),
+    "seed": To("training.seed"),
+    "save_total_limit": To("output.save_total_limit"),
+    "load_best_model_at_end": To("output.load_best_model_at_end"),
+}
 
 #: The kinds of trackers here, as the tools name them.
 TRACKERS = ("tensorboard", "wandb")
@@ -91,16 +112,11 @@ def warmup(job: Job, steps: str, ratio: str) -> None:
             if job.number(key) is not None:
                 job.not_needed[key] = "the schedule constant has no warm-up there"
         return
-    number, part = job.number(steps), job.number(ratio)
-    if number:
-        count = number if number < 1 else int(number)
-        job.carry(steps, "optimizer.warmup_ratio" if number < 1 else "optimizer.warmup_steps", count)
-        if part is not None:
-            job.not_needed[ratio] = f"{steps} stands before it"
-        return
-    if number is not None:
-        job.not_needed[steps] = "none, as here"
-    if part is not None:
+    count, part = job.number(steps), job.number(ratio)
+    if count:
+        setting = "optimizer.warmup_ratio" if count < 1 else "optimizer.warmup_steps"
+        job.carry(steps, setting, count if count < 1 else int(count))
+    elif part is not None:
         job.carry(ratio, "optimizer.warmup_ratio", part)
 
 
@@ -109,8 +125,6 @@ def cadence(job: Job, key: str, setting: str) -> None:
     steps = job.number(key)
     if steps is not None and steps > 0:
         job.carry(key, setting, steps if steps < 1 else int(steps))
-    elif steps is not None:
-        job.not_needed[key] = "none, as here"
 
 
 def precision(job: Job, sixteen: tuple[tuple[str, str], ...], *, param_dtype: bool) -> None:
@@ -124,20 +138,17 @@ def precision(job: Job, sixteen: tuple[tuple[str, str], ...], *, param_dtype: bo
     done = False
     for key, dtype in sixteen:
         value = job.take(key)
-        if value is None:
+        if value is None or value is False or done:
             continue
-        if value is False or done:
-            job.not_needed[key] = "not set" if value is False else "another flag stands before it"
-        elif value is not True and value not in ("auto", "full"):
+        if value is not True and value not in ("auto", "full"):
             raise job.wrong(key, "true, false or auto", value)
+        done = True
+        if value == "auto":
+            job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
         else:
-            done = True
-            if value == "auto":
-                job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
-            else:
-                job.carry(key, "model.dtype", dtype)
-            if param_dtype:
-                job.carry(key, "model.param_dtype", dtype, SIXTEEN)
+            job.carry(key, "model.dtype", dtype)
+        if param_dtype:
+            job.carry(key, "model.param_dtype", dtype, SIXTEEN)
 
 
 def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) -> None:
@@ -163,7 +174,10 @@ def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) 
 def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train", note: str = "") -> None:
     """Make the setting of data sets, each with its path, name, split, weight and columns."""
     order = ("path", "name", "split", "weight", "streaming", "columns")
-    listed = [{name: source[name] for name in order if source.get(name) is not None} for source in sources]
+    idle = {"split": "train"}
+    listed = [
+        {name: source[name] for name in order if source.get(name) not in (None, idle.get(name))} for source in sources
+    ]
     job.carry(key, setting, listed, note)
 
 

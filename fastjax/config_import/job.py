@@ -4,55 +4,12 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.errors import shorten, shown
+from fastjax.config_import.table import Tool
 from fastjax.errors import ConfigError
-
-#: Settings that need held-out data.
-_OF_EVALUATION = (
-    "training.eval_steps",
-    "training.per_device_eval_batch_size",
-    "training.early_stopping_patience",
-    "training.early_stopping_threshold",
-    "output.load_best_model_at_end",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A key's entry.
-
-    Attributes:
-        apply: accounts for the key in a job, given its name and value.
-        setting: the setting that it becomes; "": none.
-        default: the tool's own value of that setting, where the key is absent; None: that of this program serves.
-    """
-
-    apply: "Callable[[Job, str, Any], None]"
-    setting: str = ""
-    default: Any = None
-
-
-class Tool(NamedTuple):
-    """A tool's settings.
-
-    Attributes:
-        name: as on the command line.
-        marks: keys that only its files have; one with a dot stands inside another.
-        rows: its keys that are carried over alone → what becomes of them. A name that ends in * stands for all keys
-            that begin so.
-        groups: functions for keys that belong together; they come first.
-        read: the file's content with its references resolved, where the tool has such.
-    """
-
-    name: str
-    marks: tuple[str, ...]
-    rows: Mapping[str, Row]
-    groups: "tuple[Callable[[Job], None], ...]"
-    read: Callable[[Mapping[Any, Any], Path], Mapping[Any, Any]] = lambda content, file: content
 
 
 class Carried(NamedTuple):
@@ -83,6 +40,7 @@ class Job:
         not_needed: keys without which the run does the same → why.
         not_carried: keys without an equivalent → why, or what to use instead.
         refused: keys without which the result would be another → why.
+        taken: keys that a group has read.
     """
 
     tool: Tool
@@ -101,17 +59,17 @@ class Job:
             self.taken.add(key)
         return value
 
-    def number(self, key: str) -> float | None:
+    def number(self, key: str, default: float | None = None) -> Any:
         """A key's number; a text of one, as YAML 1.1 reads 2e-5, too."""
         value = self.take(key)
-        return None if value is None else self.to_number(key, value)
+        return default if value is None else self.to_number(key, value)
 
-    def integer(self, key: str) -> int | None:
+    def integer(self, key: str, default: int | None = None) -> Any:
         """A key's whole number."""
         value = self.number(key)
         if value is not None and value != int(value):
             raise self.wrong(key, "an integer", value)
-        return None if value is None else int(value)
+        return default if value is None else int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A key's true or false."""
@@ -127,14 +85,14 @@ class Job:
             raise self.wrong(key, "a string", value)
         return value
 
-    def names(self, key: str) -> list[str] | None:
-        """A key's list of texts, which may be a text with commas."""
+    def names(self, key: str) -> list[str]:
+        """A key's list of texts, which may be a text with commas; empty: there is none."""
         value = self.take(key)
         if isinstance(value, str):
             value = [name.strip() for name in value.split(",")]
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise self.wrong(key, "a list of strings", value)
-        return value
+        return value or []
 
     def mapping(self, key: str) -> dict[str, Any]:
         """A key's mapping without its nulls; empty: there is none."""
@@ -193,93 +151,10 @@ class Job:
             found.setdefault(section, {})[name] = line.value
         return found
 
-
-def import_settings(tool: Tool, content: Mapping[Any, Any], file: Path) -> Job:
-    """Carry a tool's settings over.
-
-    Args:
-        tool: the tool.
-        content: its file, parsed.
-        file: the file's name.
-
-    Returns:
-        What became of each key.
-
-    Raises:
-        ConfigError: keys that change the result and have no equivalent, or values that the tool itself could not take.
-    """
-    content = tool.read(content, file)
-    job = Job(tool, file, dict(_flat(content)))
-    for group in tool.groups:
-        group(job)
-    for key, row in tool.rows.items():
-        if row.default is not None and job.values.get(key) is None and row.setting not in job.carried:
-            job.carry(key, row.setting, row.default)
-    for key, value in content.items():
-        _pass(job, str(key), value)
-    _reconcile(job)
-    if job.refused:
-        reasons = "; ".join(f"{shorten(key, 80)}: {reason}" for key, reason in job.refused.items())
-        raise ConfigError(f"{file}: cannot be carried over: {' '.join(reasons.split())}")
-    return job
-
-
-def _flat(content: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        yield f"{outer}{key}", value
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{outer}{key}.")
-
-
-def _pass(job: Job, key: str, value: Any) -> None:
-    """Account for a key that no group has taken, or that one has taken and found empty."""
-    if key in job.taken:
-        empty = not value or (isinstance(value, Mapping) and not any(item is not None for item in value.values()))
-        if empty and key not in (*job.not_needed, *job.not_carried, *(line.key for line in job.carried.values())):
-            job.not_needed[key] = "empty"
-        return
-    row = job.tool.rows.get(key) or next(
-        (row for name, row in job.tool.rows.items() if name.endswith("*") and key.startswith(name[:-1])), None
-    )
-    inside = any(name.startswith(f"{key}.") for name in (*job.tool.rows, *job.taken))
-    if isinstance(value, Mapping) and value and row is None and inside:
-        for name, item in value.items():
-            _pass(job, f"{key}.{name}", item)
-    elif value is None:
-        if key not in (line.key for line in job.carried.values()):
-            job.not_needed[key] = "null: the default"
-    elif row is None:
-        job.not_carried[key] = f"unknown to this import; no setting of {job.tool.name} that it knows"
-    else:
-        row.apply(job, key, value)
-
-
-def _reconcile(job: Job) -> None:
-    """Drop settings that stand in no run of this kind: of an adapter, or of an evaluation, that there is not."""
-    full = job.carried.get("model.full_finetuning")
-    dropped = {}
-    if full is not None and full.value:
-        dropped = {name: "every weight is trained, there is no adapter" for name in job.carried if name[:5] == "lora."}
-    elif "lora.adapter" in job.carried:
-        kept = ("lora.adapter", "lora.lora_dropout")
-        others = [name for name in job.carried if name[:5] == "lora." and name not in kept]
-        dropped = dict.fromkeys(others, "the adapter to start from brings its own")
-    for setting, reason in dropped.items():
-        line = job.carried.pop(setting)
-        if line.key in job.values:
-            job.not_needed[line.key] = reason
-    streamed = "data.train" in job.carried and any(
-        isinstance(source, dict) and source.get("streaming") for source in job.carried["data.train"].value
-    )
-    packed = "data.packing" not in job.carried or job.carried["data.packing"].value
-    if (packed or streamed) and (line := job.carried.pop("training.group_by_length", None)) is not None:
-        job.not_needed[line.key] = "packed rows waste no slots" if packed else "streamed rows come in their order"
-    for setting in ("training.eval_steps", "output.save_steps"):
-        if streamed and setting in job.carried and job.carried[setting].value == "epoch":
-            line = job.carried.pop(setting)
-            if line.key in job.values:
-                job.not_carried[line.key] = f"the end of an epoch is not known of streamed data; {setting} takes steps"
-    if not {"data.eval", "data.val_set_size"} & set(job.carried):
-        for setting in _OF_EVALUATION:
-            if (line := job.carried.pop(setting, None)) is not None and line.key in job.values:
-                job.not_carried[line.key] = f"{setting} needs data.eval or data.val_set_size, and there is neither"
+    def accounted(self, key: str) -> bool:
+        """Whether a key that a group has taken is in one of the lists, by itself or by its parts."""
+        lines = (line.key for line in self.carried.values())
+        listed = {
+            name for keys in (*lines, *self.not_needed, *self.not_carried, *self.refused) for name in keys.split(", ")
+        }
+        return any(name == key or name.startswith((f"{key}.", f"{key}[", f"{key}:")) for name in listed)

@@ -8,6 +8,7 @@ from convert.errors import shorten
 from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
 from fastjax.config_import.llama_factory_preferences import answers, prompt_of_texts
+from fastjax.config_import.preferences import spelling
 
 INFO = "dataset_info.json"
 
@@ -15,15 +16,15 @@ INFO = "dataset_info.json"
 def data(job: Job) -> None:
     """Data sets, their template, and what is learnt of them."""
     plain = job.values.get("stage") == "pt"
-    listed = [_described(job, name, plain) for name in job.names("dataset") or []]
-    held_out = [_described(job, name, plain) for name in job.names("eval_dataset") or []]
+    listed = [_described(job, name, plain) for name in job.names("dataset")]
+    held_out = [_described(job, name, plain) for name in job.names("eval_dataset")]
     if not listed and not job.refused:
         raise job.wrong("dataset", "at least one data set", None)
     rows = job.integer("max_samples")
     if rows is not None:
         for source in (*listed, *held_out):
-            if "split" not in source or source["split"].isalnum():
-                source["split"] = f"{source.get('split', 'train')}[:{rows}]"
+            if source["split"].isalnum():
+                source["split"] += f"[:{rows}]"
     if job.flag("streaming"):
         for source in listed:
             source["streaming"] = True
@@ -36,8 +37,6 @@ def data(job: Job) -> None:
         weights = [job.to_number("interleave_probs", share) for share in shares or ["1"] * len(listed)]
         for source, weight in zip(listed, weights, strict=False):
             source["weight"] = weight
-    elif "mix_strategy" in job.taken:
-        job.not_needed["mix_strategy"] = "data sets without weights are read whole"
     hold_out(job, "val_size", listed, named=bool(held_out))
     write_data(job, "dataset" if rows is None else "dataset, max_samples", listed)
     if held_out:
@@ -47,8 +46,6 @@ def data(job: Job) -> None:
     if plain or template in (None, "default"):
         if template is not None and not plain:
             job.not_carried["template"] = "the tokenizer's own is taken; data.chat_template: plain is the nearest"
-        elif template is not None:
-            job.not_needed["template"] = "plain text goes through none"
     elif template in TEMPLATES:
         job.carry("template", "data.chat_template", template)
     elif not any(source.get("texts") for source in (*listed, *held_out)):
@@ -68,17 +65,10 @@ def _learnt(job: Job) -> None:
         job.carry(key, "data.loss_on", "all" if everything else "last_response")
     if everything and last:
         job.not_carried["mask_history"] = "train_on_prompt stands before it"
-    for key, value in (("train_on_prompt", everything), ("mask_history", last)):
-        if key in job.taken and not value:
-            job.not_needed[key] = "data.loss_on: responses"
     packed, neat = job.flag("packing", default=plain), job.flag("neat_packing")
     key = "neat_packing" if neat else "packing"
     note = "documents of a row do not see each other, as with neat_packing" if packed and not (neat or plain) else ""
     job.carry(key, "data.packing", packed or neat, note)
-    if "neat_packing" in job.taken and not neat:
-        job.not_needed["neat_packing"] = "documents of a row never see each other"
-    elif neat and "packing" in job.taken:
-        job.not_needed["packing"] = "neat_packing says it"
     if plain:
         job.carry("stage", "data.too_long", "split", "stage pt cuts texts into rows")
 
@@ -98,8 +88,7 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
     if hub is None and file is None:
         job.refused[where] = "a data set has hf_hub_url or file_name"
     source: dict[str, Any] = {"path": hub or str(folder / str(file)), "name": given.pop("subset", None)}
-    if (split := str(given.pop("split", "train"))) != "train":
-        source["split"] = split
+    source["split"] = split = str(given.pop("split", "train"))
     if (number := given.pop("num_samples", None)) is not None:
         source["split"] = f"{split}[:{number}]"
     for key in ("script_url", "cloud_file_name", "folder"):
@@ -147,15 +136,13 @@ def _conversation(job: Job, where: str, columns: dict[str, str], tags: dict[str,
         tags.get("role_tag", "role" if openai else "from"),
         tags.get("content_tag", "content" if openai else "value"),
     )
-    meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get(keys)
-    if meaning is None:
-        job.refused[f"{where}.tags"] = "messages have role and content, or from and value"
+    meaning = spelling(job, f"{where}.tags", *keys, {})
     if columns.pop("system", None):
         job.refused[f"{where}.columns.system"] = "the system message is one of the messages: put it there"
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
     if differing := speakers_differ({tags[tag]: role for tag, role in roles.items() if tag in tags}):
         job.refused[f"{where}.tags"] = f"{', '.join(differing)} would be read as another role, or as none"
-    found = {meaning or "messages": columns.pop("messages", "messages" if openai else "conversations")}
+    found = {meaning: columns.pop("messages", "messages" if openai else "conversations")}
     if (tools := columns.pop("tools", None)) is not None:
         found["tools"] = tools
     return found

@@ -2,12 +2,18 @@
 
 from convert.errors import shorten
 from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import PAIR, REFERENCE, answer_length, no_dropout, wants
+from fastjax.config_import.preferences import PAIR, REFERENCE, answer_length, carry_loss, no_dropout, wants
 from fastjax.training.config.preferences import WITH_REFERENCE
 
 STAGES = ("dpo", "kto")
-#: pref_loss → the loss here.
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+#: pref_loss → the loss here, and its arguments beside beta.
+_LOSSES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
+    "sigmoid": ("dpo", {"label_smoothing": ("dpo_label_smoothing", None)}),
+    "ipo": ("ipo", {}),
+    "orpo": ("orpo", {}),
+    "simpo": ("simpo", {"gamma": ("simpo_gamma", 0.5)}),
+}
+_WEIGHTS = {"desirable_weight": ("kto_chosen_weight", 1.0), "undesirable_weight": ("kto_rejected_weight", 1.0)}
 _SUM = "no other loss is added to that of preferences"
 
 
@@ -16,25 +22,15 @@ def preferences(job: Job) -> None:
     stage = job.values.get("stage")
     if stage not in STAGES:
         return
-    beta = job.number("pref_beta")
+    beta: dict[str, tuple[str, float | None]] = {"beta": ("pref_beta", 0.1)}
     if stage == "kto":
-        job.carry("stage", "preferences.loss", "kto")
-        for key, setting in (("kto_chosen_weight", "desirable"), ("kto_rejected_weight", "undesirable")):
-            weight = job.number(key)
-            job.carry(key, f"preferences.{setting}_weight", 1.0 if weight is None else weight)
+        carry_loss(job, "stage", "kto", beta | _WEIGHTS)
     else:
-        job.not_needed["stage"] = "preferences.loss says it"
         name = job.text("pref_loss") or "sigmoid"
         if name not in _LOSSES:
             job.refused["pref_loss"] = f"{shorten(name, 80)}: {', '.join(_LOSSES)} there are"
-        loss = _LOSSES.get(name, "dpo")
-        job.carry("pref_loss", "preferences.loss", loss)
-        if loss == "simpo":
-            gamma = job.number("simpo_gamma")
-            job.carry("simpo_gamma", "preferences.gamma", 0.5 if gamma is None else gamma)
-        if loss == "dpo" and (smoothing := job.number("dpo_label_smoothing")) is not None:
-            job.carry("dpo_label_smoothing", "preferences.label_smoothing", smoothing)
-    job.carry("pref_beta", "preferences.beta", 0.1 if beta is None else beta)
+        loss, arguments = _LOSSES.get(name, ("dpo", {}))
+        carry_loss(job, "pref_loss", loss, beta | arguments)
     for key, only in (("pref_ftx", 0), ("pref_bco_weight", 0), ("ld_alpha", 1.0)):
         wants(job, key, job.number(key), only, _SUM)
     wants(job, "ref_model", job.text("ref_model"), None, REFERENCE)

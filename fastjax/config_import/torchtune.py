@@ -9,14 +9,11 @@ from typing import Any
 
 from convert.errors import shorten
 from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN
-from fastjax.config_import.job import Job, Row, Tool
-from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length
+from fastjax.config_import.job import Job
+from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length, carry_loss
 from fastjax.config_import.references import resolved
-from fastjax.config_import.rows import among, lost, refused, to, to_number, unneeded
+from fastjax.config_import.table import To, Tool, number
 from fastjax.config_import.torchtune_data import data
-
-_DISTIL = "there is no distillation"
-_CHECKPOINT = "`fastjax train --resume` goes on from this program's own checkpoints"
 
 #: A component's last name → the optimizer here and in what it differs.
 _OPTIMIZERS = {
@@ -63,21 +60,16 @@ def _model(job: Job) -> None:
         job.refused["model._component_"] = "models of text only, no classifiers, no rewards"
     lora = builder.startswith(("lora_", "qlora_"))
     four = builder.startswith("qlora_") or job.flag("model.quantize_base")
-    if "model.quantize_base" in job.taken and not four:
-        job.not_needed["model.quantize_base"] = "off"
     job.carry("model._component_", "model.full_finetuning", not lora)
     key = "model.quantize_base" if job.values.get("model.quantize_base") else "model._component_"
     job.carry(key, "model.load_in_4bit", lora and four)
-    names = job.names("model.lora_attn_modules") or []
+    names = job.names("model.lora_attn_modules")
     fused = family in _FUSING
     targets = list(dict.fromkeys((_FUSED if fused else _PROJECTIONS).get(name, name) for name in names))
     if job.flag("model.apply_lora_to_mlp"):
         targets += _FUSED_MLP if fused else _MLP
     if job.flag("model.apply_lora_to_output"):
         targets.append("lm_head")
-    for key in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
-        if key in job.taken:
-            job.not_needed[key] = "lora.target_modules says it"
     if lora:
         note = "queries, keys and values are one matrix in the folder, gate and up another" if fused else ""
         job.carry("model.lora_attn_modules", "lora.target_modules", targets, note)
@@ -124,16 +116,11 @@ def _optimizer(job: Job) -> None:
 def _loss(job: Job) -> None:
     """Cross-entropy, or DPO or SimPO over pairs."""
     loss, _ = _component(job, "loss")
-    if "CrossEntropy" in loss or loss in ("", "CEWithChunkedOutputLoss"):
-        job.not_needed["loss._component_"] = "the loss is cross-entropy, in chunks"
-    elif loss not in _PAIRED:
-        job.refused["loss._component_"] = NO_RL if "PO" in loss else "the loss is cross-entropy, DPO or SimPO"
-    else:
+    if loss in _PAIRED:
         name, defaults = _PAIRED[loss]
-        job.carry("loss._component_", "preferences.loss", name)
-        for key, default in defaults.items():
-            value = job.number(f"loss.{key}")
-            job.carry(f"loss.{key}", f"preferences.{key}", default if value is None else value)
+        carry_loss(job, "loss._component_", name, {key: (f"loss.{key}", value) for key, value in defaults.items()})
+    elif "CrossEntropy" not in loss and loss not in ("", "CEWithChunkedOutputLoss"):
+        job.refused["loss._component_"] = NO_RL if "PO" in loss else "the loss is cross-entropy, DPO or SimPO"
 
 
 def _length(job: Job) -> None:
@@ -156,9 +143,7 @@ def _trackers(job: Job) -> None:
     kinds = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
     if name in kinds:
         job.carry("metric_logger._component_", "output.report_to", [kinds[name]])
-    elif name in ("DiskLogger", "StdoutLogger"):
-        job.not_needed["metric_logger._component_"] = "metrics.jsonl in output.output_dir"
-    elif name:
+    elif name not in ("", "DiskLogger", "StdoutLogger"):  # metrics.jsonl has theirs
         job.not_carried["metric_logger._component_"] = "output.report_to has tensorboard and wandb"
     if name == "WandBLogger":
         found = {key: job.text(f"metric_logger.{key}") for key in ("project", "entity")}
@@ -181,92 +166,88 @@ def _qat(job: Job) -> None:
     job.carry("quantizer._component_", "training.qat", section, _TOKENS)
 
 
-def _save_epochs(job: Job, key: str, value: Any) -> None:
-    """Epochs between two saves."""
-    if value == 1:
-        job.carry(key, "output.save_steps", "epoch")
-    else:
-        job.not_carried[key] = "output.save_steps: epoch saves at the end of each"
+def _saves(job: Job) -> None:
+    """Epochs between two saves, and the devices that share a model."""
+    epochs, shards = job.take("save_every_n_epochs"), job.take("data_parallel_shard_dim")
+    if epochs == 1:
+        job.carry("save_every_n_epochs", "output.save_steps", "epoch")
+    elif epochs is not None:
+        job.not_carried["save_every_n_epochs"] = "output.save_steps: epoch saves at the end of each"
+    if shards not in (None, -1):  # parallel.fsdp: auto
+        job.carry("data_parallel_shard_dim", "parallel.fsdp", shards)
 
 
-_ROWS: dict[str, Row] = {
-    "model.lora_rank": to("lora.r", 8),
-    "model.lora_alpha": to("lora.lora_alpha", 16),
-    "model.lora_dropout": to_number("lora.lora_dropout"),
-    "model.use_dora": to("lora.use_dora"),
-    "optimizer.lr": to_number("optimizer.learning_rate", 1e-3),
-    "optimizer.weight_decay": to_number("optimizer.weight_decay", 0.01),
-    "optimizer.eps": to_number("optimizer.adam_epsilon"),
-    "lr_scheduler.num_warmup_steps": to("optimizer.warmup_steps"),
-    "clip_grad_norm": to_number("optimizer.max_grad_norm", 0.0),
-    "batch_size": to("training.per_device_train_batch_size"),
-    "batch_size_val": to("training.per_device_eval_batch_size"),
-    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
-    "run_val_every_n_steps": to("training.eval_steps"),
-    "log_every_n_steps": to("training.logging_steps"),
-    "seed": to("training.seed"),
-    "output_dir": to("output.output_dir", "torchtune-out"),
-    "save_every_n_steps": to("output.save_steps"),
-    "checkpointer.keep_last_n_checkpoints": to("output.save_total_limit"),
-    "metric_logger.name": to("output.run_name"),
-    "tensor_parallel_dim": to("parallel.tensor"),
-    "context_parallel_dim": to("parallel.context"),
-    "data_parallel_replicate_dim": to("parallel.data"),
-    "data_parallel_shard_dim": Row(
-        lambda job, key, value: (
-            job.not_needed.update({key: "parallel.fsdp: auto"})
-            if value == -1
-            else job.carry(key, "parallel.fsdp", value)
-        )
-    ),
-    # What changes nothing.
-    "tokenizer.*": unneeded("the tokenizer is that of the model's folder"),
-    **dict.fromkeys(
-        ("checkpointer.checkpoint_files", "checkpointer.model_type"), unneeded("the folder's files say it")
-    ),
-    "checkpointer.output_dir": unneeded("output.output_dir"),
-    **dict.fromkeys(
-        ("checkpointer.safe_serialization", "save_adapter_weights_only"), unneeded("a checkpoint is whole")
-    ),
-    "enable_async_checkpointing": unneeded("checkpoints are written beside the training"),
-    **dict.fromkeys(("optimizer.fused", "optimizer.foreach", "compile", "compile.*"), unneeded(KERNELS)),
-    "loss.num_output_chunks": unneeded(KERNELS),
-    "optimizer_in_bwd": unneeded("each weight is updated in its place"),
-    **dict.fromkeys(("enable_activation_checkpointing", "enable_activation_offloading"), unneeded(RECOMPUTE)),
-    **dict.fromkeys(("ac_mode", "ac_option"), unneeded(RECOMPUTE)),
-    **dict.fromkeys(("custom_sharded_layers", "fsdp*", "tensor_parallel_plan"), unneeded(PARALLEL)),
-    **dict.fromkeys(("memory_efficient_fsdp_wrap", "low_cpu_ram", "device", "cudnn*"), unneeded(PARALLEL)),
-    **dict.fromkeys(
-        ("metric_logger.log_dir", "metric_logger.output_fmt"), unneeded("output.output_dir has the metrics")
-    ),
-    **dict.fromkeys(("log_level", "log_peak_memory_stats"), unneeded("the metrics have peak memory")),
-    "profiler": unneeded("output.profile_steps traces steps of a run"),
-    "dataloader": unneeded("rows are made beside the training"),
-    "collate_fn": unneeded("rows are padded or packed"),
-    "shuffle": lost("rows are always shuffled", among(True)),
-    "cudnn_deterministic_mode": to("training.deterministic"),
-    # What is not there.
-    "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_RUN_GROUP)"),
-    "resume_from_checkpoint": lost(_CHECKPOINT),
-    **dict.fromkeys(("checkpointer.recipe_checkpoint", "checkpointer.adapter_checkpoint"), lost(_CHECKPOINT)),
-    "save_every_n_epochs": Row(_save_epochs, "output.save_steps"),
-    "epochs_to_save": lost("output.save_steps: epoch saves at the end of each"),
-    # What would make the result another.
-    **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
-    **dict.fromkeys(("policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(NO_RL)),
-    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(NO_RL)),
-    "ref_checkpointer": refused(REFERENCE),
-    "tokenizer.prompt_template": refused("data.chat_template takes a name or a Jinja file; put it there by hand"),
-    "lr_scheduler.num_cycles": refused("cosine falls once", among(0.5)),
-    "loss.label_smoothing": to_number("training.label_smoothing_factor"),
-    **dict.fromkeys(("loss.beta", "loss.gamma"), unneeded(OTHER)),
-    "model.*": refused("the model is that of config.json"),
+SETTINGS = {
+    "model.lora_rank": To("lora.r", 8),
+    "model.lora_alpha": To("lora.lora_alpha", 16),
+    "model.lora_dropout": number("lora.lora_dropout"),
+    "model.use_dora": To("lora.use_dora"),
+    "optimizer.lr": number("optimizer.learning_rate", 1e-3),
+    "optimizer.weight_decay": number("optimizer.weight_decay", 0.01),
+    "optimizer.eps": number("optimizer.adam_epsilon"),
+    "lr_scheduler.num_warmup_steps": To("optimizer.warmup_steps"),
+    "clip_grad_norm": number("optimizer.max_grad_norm", 0.0),
+    "batch_size": To("training.per_device_train_batch_size"),
+    "batch_size_val": To("training.per_device_eval_batch_size"),
+    "gradient_accumulation_steps": To("training.gradient_accumulation_steps"),
+    "loss.label_smoothing": number("training.label_smoothing_factor"),
+    "run_val_every_n_steps": To("training.eval_steps"),
+    "log_every_n_steps": To("training.logging_steps"),
+    "seed": To("training.seed"),
+    "cudnn_deterministic_mode": To("training.deterministic"),
+    "output_dir": To("output.output_dir", "torchtune-out"),
+    "save_every_n_steps": To("output.save_steps"),
+    "checkpointer.keep_last_n_checkpoints": To("output.save_total_limit"),
+    "metric_logger.name": To("output.run_name"),
+    "tensor_parallel_dim": To("parallel.tensor"),
+    "context_parallel_dim": To("parallel.context"),
+    "data_parallel_replicate_dim": To("parallel.data"),
+}
+
+NOT_NEEDED = {
+    "the tokenizer is that of the model's folder": "tokenizer.*",
+    "the folder's files say it": "checkpointer.checkpoint_files checkpointer.model_type",
+    "output.output_dir": "checkpointer.output_dir",
+    "a checkpoint is whole": "checkpointer.safe_serialization save_adapter_weights_only",
+    "checkpoints are written beside the training": "enable_async_checkpointing",
+    KERNELS: "optimizer.fused optimizer.foreach compile compile.* loss.num_output_chunks",
+    "each weight is updated in its place": "optimizer_in_bwd",
+    RECOMPUTE: "enable_activation_checkpointing enable_activation_offloading ac_mode ac_option",
+    PARALLEL: "custom_sharded_layers fsdp* tensor_parallel_plan memory_efficient_fsdp_wrap low_cpu_ram device cudnn*",
+    "output.output_dir has the metrics": "metric_logger.log_dir metric_logger.output_fmt",
+    "the metrics have peak memory": "log_level log_peak_memory_stats",
+    "output.profile_steps traces steps of a run": "profiler",
+    "rows are made beside the training": "dataloader",
+    "rows are padded or packed": "collate_fn",
+    OTHER: "loss.beta loss.gamma",
+}
+
+NOT_CARRIED = {
+    "rows are always shuffled": "shuffle",
+    "wandb reads it from its environment variables (WANDB_RUN_GROUP)": "metric_logger.*",
+    "`fastjax train --resume` goes on from this program's own checkpoints": "resume_from_checkpoint "
+    "checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint",
+    "output.save_steps: epoch saves at the end of each": "epochs_to_save",
+}
+
+REFUSED = {
+    "there is no distillation": "teacher_model teacher_checkpointer kd_loss kd_ratio",
+    NO_RL: "policy_model reward_and_value_model ppo_* grpo_* reward_checkpointer value_checkpointer "
+    "ref_policy_checkpointer",
+    REFERENCE: "ref_checkpointer",
+    "data.chat_template takes a name or a Jinja file; put it there by hand": "tokenizer.prompt_template",
+    "cosine falls once": "lr_scheduler.num_cycles",
+    "the model is that of config.json": "model.*",
 }
 
 TORCHTUNE = Tool(
     "torchtune",
-    ("tokenizer", "checkpointer", "metric_logger", "batch_size_val", "epochs", "clip_grad_norm"),
-    _ROWS,
-    (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat),
+    "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm".split(),
+    (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat, _saves),
+    SETTINGS,
+    NOT_NEEDED,
+    NOT_CARRIED,
+    REFUSED,
+    {"shuffle": (True,), "lr_scheduler.num_cycles": (0.5,)},
     resolved,
 )

@@ -83,8 +83,7 @@ def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool
         source["path"] = files
     names = (given.pop("name", None), given.pop("subset", None), _CONFIGURATIONS.get(builder))
     source["name"] = next((name for name in names if name is not None), None)
-    if (split := str(given.pop("split", "train"))) != "train":
-        source["split"] = split
+    source["split"] = str(given.pop("split", "train"))
     if kind == "chat":
         style = str(given.pop("conversation_style", "sharegpt"))
         if style not in _STYLES:

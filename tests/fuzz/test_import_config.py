@@ -22,7 +22,9 @@ RIGHT = [
         *(files.AXOLOTL_DPO, files.LLAMA_FACTORY_SIMPO, files.TORCHTUNE_DPO),
     )
 ]
-ROWS = [[name for name in tool.rows if "*" not in name and "." not in name] for tool in TOOLS.values()]
+ROWS = [
+    [name for name in (*tool.settings, *tool.reasons) if "*" not in name and "." not in name] for tool in TOOLS.values()
+]
 
 
 def test_import(tmp_path, pytestconfig):

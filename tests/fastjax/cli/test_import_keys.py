@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from tests.support.other_tools import AXOLOTL, INFO, LLAMA_FACTORY, lists
+from tests.support.other_tools import AXOLOTL, INFO, LLAMA_FACTORY, TORCHTUNE, lists
 
 #: A file, what is added to it, and the keys that the answer names.
 FILES = {
@@ -23,6 +23,9 @@ FILES = {
         {"add_tokens": "<a>", "add_special_tokens": "<b>"},
         ["add_tokens", "add_special_tokens"],
     ),
+    "two ways to warm up": (AXOLOTL, {"warmup_ratio": 0.1}, ["warmup_steps", "warmup_ratio"]),
+    "shares of data that are read whole": (LLAMA_FACTORY, {"interleave_probs": "0.5,0.5"}, ["interleave_probs"]),
+    "a component that is the one there is": (TORCHTUNE, {}, ["checkpointer._component_", "loss._component_"]),
     "two ways to learn": (LLAMA_FACTORY, {"train_on_prompt": True}, ["train_on_prompt", "mask_history"]),
 }
 
