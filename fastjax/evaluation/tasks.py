@@ -1,111 +1,84 @@
 """Tasks of an evaluation: a YAML file that says what is asked and what counts as right (docs/evaluation.md)."""
 
-import dataclasses
 import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len, MinLen, Predicate
 
 from convert.errors import shown
 from fastjax import strict_yaml
 from fastjax.errors import ConfigError, DataError
+from fastjax.options import section
 from fastjax.strict_yaml import YamlError
 
 #: Letters of the choices.
 _LETTERS = string.ascii_uppercase
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is asked, and what counts as right.
+def _finds_something(pattern: str) -> bool:
+    """Whether a text is a regular expression that does not match nothing, which would make every answer right."""
+    try:
+        return re.search(pattern, "") is None
+    except re.error:
+        return False
 
-    Attributes:
-        name: of the task.
-        kind: exact_match: the model's answer, or what `extract` finds in it, equals the row's; choice: the row's choice
-            is the likeliest.
-        data: a file or data set, as `data.train` of a run.
-        prompt: text with columns in braces, {question}; {{ and }} are braces.
-        split: of the data set.
-        answer: of exact_match: the right answer, likewise a text with columns.
-        extract: of exact_match: a regular expression whose last match, or its first group, is compared, both in the
-            model's answer and the row's; null: the whole texts without the white space around them.
-        ignore_case: of exact_match: whether case makes no difference.
-        until: of exact_match: texts at the first of which an answer ends; null: without a chat and with few_shot, what
-            stands between two examples, an empty line; else none.
-        max_new_tokens: of exact_match: longest answer.
-        choices: of choice: the column with a list of texts, or a list of texts with columns.
-        label: of choice: the column with the right one: its number from 0, its letter, or its text; where the choices
-            have labels of their own ({text: […], label: […]}), one of these.
-        chat: put the prompt through the chat template.
-        few_shot: rows of `few_shot_data`, the first ones, that stand before the prompt with their answers.
-        few_shot_data: their data set; null: none.
-        limit: the first rows alone; null: all.
-    """
+
+@section("task")
+class Task:
+    """What is asked, and what counts as right."""
 
     name: str
+    """of the task."""
     kind: Literal["exact_match", "choice"]
+    """exact_match: the model's answer, or what `extract` finds in it, equals the row's; choice: the row's choice is the
+    likeliest."""
     data: str
+    """a file or data set, as `data.train` of a run."""
     prompt: str
+    """text with columns in braces, {question}; {{ and }} are braces."""
     split: str | None = None
+    """of the data set."""
     answer: str | None = None
-    extract: str | None = None
+    """of exact_match: the right answer, likewise a text with columns."""
+    extract: Annotated[str, Predicate(_finds_something), "a regular expression that cannot match nothing"] | None = None
+    """of exact_match: a regular expression whose last match, or its first group, is compared, both in the model's
+    answer and the row's; null: the whole texts without the white space around them."""
     ignore_case: bool = False
-    until: Sequence[str] | None = None
-    max_new_tokens: int = 256
-    choices: str | Sequence[str] | None = None
+    """of exact_match: whether case makes no difference."""
+    until: list[Annotated[str, MinLen(1), "texts that are not empty"]] | None = None
+    """of exact_match: texts at the first of which an answer ends; null: without a chat and with few_shot, what stands
+    between two examples, an empty line; else none."""
+    max_new_tokens: Annotated[int, Interval(ge=1)] = 256
+    """of exact_match: longest answer."""
+    choices: str | Annotated[list[str], Len(2, len(_LETTERS)), "a list of 2 to 26 texts"] | None = None
+    """of choice: the column with a list of texts, or a list of texts with columns."""
     label: str | None = None
+    """of choice: the column with the right one: its number from 0, its letter, or its text; where the choices have
+    labels of their own ({text: […], label: […]}), one of these."""
     chat: bool = True
-    few_shot: int = 0
+    """put the prompt through the chat template."""
+    few_shot: Annotated[int, Interval(ge=0)] = 0
+    """rows of `few_shot_data`, the first ones, that stand before the prompt with their answers."""
     few_shot_data: str | None = None
-    limit: int | None = None
+    """their data set; null: none."""
+    limit: Annotated[int, Interval(ge=1)] | None = None
+    """the first rows alone; null: all."""
 
     def __post_init__(self):
-        """Check what the kind needs.
-
-        Raises:
-            ConfigError: a key that is missing, does not belong to the kind or is of another type.
-        """
-        types: dict[str, Any] = {
-            "name": str, "data": str, "prompt": str, "split": str, "answer": str, "extract": str, "ignore_case": bool,
-            "max_new_tokens": int, "label": str, "chat": bool, "few_shot": int, "few_shot_data": str, "limit": int,
-        }  # fmt: skip
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            wanted = types.get(field.name)
-            if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
-                raise self.wrong(field.name, f"expected {_TYPES[wanted]}, got {shown(value)}")
         own = {"exact_match": ("answer", "extract", "until"), "choice": ("choices", "label")}
-        if not isinstance(self.kind, str) or self.kind not in own:
-            raise self.wrong("kind", f"expected exact_match or choice, got {shown(self.kind)}")
         for kind, keys in own.items():
             for key in keys:
-                if kind != self.kind and getattr(self, key) is not None:
-                    raise self.wrong(key, f"expected none with kind {self.kind}, got {shown(getattr(self, key))}")
-                if kind == self.kind and key not in ("extract", "until") and getattr(self, key) is None:
-                    raise self.wrong(key, f"expected one with kind {self.kind}, got none")
-        for key, least in (("max_new_tokens", 1), ("few_shot", 0), ("limit", 1)):
-            if (value := getattr(self, key)) is not None and value < least:
-                raise self.wrong(key, f"expected at least {least}, got {value}")
+                value = getattr(self, key)
+                if kind != self.kind and value is not None:
+                    raise ConfigError(f"task.{key}: expected none with kind {self.kind}, got {shown(value)}")
+                if kind == self.kind and key not in ("extract", "until") and value is None:
+                    raise ConfigError(f"task.{key}: expected one with kind {kind}, got none")
         if (self.few_shot > 0) != (self.few_shot_data is not None):
-            raise self.wrong("few_shot_data", f"expected one exactly with few_shot, got {shown(self.few_shot_data)}")
-        if self.choices is not None and not isinstance(self.choices, str):
-            texts = isinstance(self.choices, list | tuple) and all(isinstance(one, str) for one in self.choices)
-            if not texts or not 2 <= len(self.choices) <= len(_LETTERS):
-                raise self.wrong("choices", f"expected a column or 2 to 26 texts, got {shown(self.choices)}")
-        texts = isinstance(self.until, list | tuple) and all(isinstance(one, str) and one for one in self.until)
-        if self.until is not None and not texts:
-            raise self.wrong("until", f"expected a list of texts that are not empty, got {shown(self.until)}")
-        try:
-            found = None if self.extract is None else re.search(self.extract, "")
-        except re.error as error:
-            raise self.wrong("extract", f"expected a regular expression, got {self.extract!r}: {error}") from error
-        if found is not None:
-            raise self.wrong(
-                "extract",
-                f"expected one that cannot match nothing, which makes every answer right, got {self.extract!r}",
+            raise ConfigError(
+                f"task.few_shot_data: expected one exactly with few_shot, got {shown(self.few_shot_data)}"
             )
 
     def wrong(self, key: str, what: str) -> ConfigError:
@@ -194,9 +167,6 @@ class Task:
         return text.casefold() if self.ignore_case else text
 
 
-_TYPES = {str: "a text", int: "a whole number", bool: "true or false"}
-
-
 def filled(template: str, row: Mapping[str, Any], where: str) -> str:
     """A text with a row's columns.
 
@@ -241,22 +211,23 @@ def read_tasks(file: Path) -> list[Task]:
         OSError: it cannot be read.
     """
     try:
-        found = strict_yaml.parse(file.read_text(encoding="utf-8"))
+        document = strict_yaml.read(file.read_text(encoding="utf-8"))
     except (YamlError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
+    found = document.value
     if not isinstance(found, dict) or set(found) != {"tasks"} or not isinstance(found["tasks"], list):
         raise ConfigError(f"{file}: expected a list of tasks under `tasks`, got {shown(found)}")
-    names = {field.name for field in dataclasses.fields(Task)}
-    needed = {field.name for field in dataclasses.fields(Task) if field.default is dataclasses.MISSING}
     tasks = []
-    for number, given in enumerate(found["tasks"], 1):
+    for number, given in enumerate(found["tasks"]):
+        line = document.line(("tasks", number))
         if not isinstance(given, dict):
-            raise ConfigError(f"{file}: task {number}: expected a mapping, got {shown(given)}")
-        unknown, missing = sorted(set(given) - names, key=str), sorted(needed - set(given))
-        if unknown or missing:
-            what = f"got {shown(unknown[0])}" if unknown else f"got none of {', '.join(missing)}"
-            raise ConfigError(f"{file}: task {number}: expected the keys {', '.join(sorted(names))}; {what}")
-        tasks.append(Task(**given))
+            raise ConfigError(f"{file}:{line}: expected a task, a mapping, got {shown(given)}")
+        try:
+            tasks.append(Task(**{str(key): value for key, value in given.items()}))
+        except ConfigError as error:
+            what = str(error).removeprefix("task.")
+            line = document.line(("tasks", number, what.partition(":")[0]))
+            raise ConfigError(f"{file}:{line}: task {shown(given.get('name', number + 1))}: {what}") from error
     twice = {task.name for task in tasks if sum(other.name == task.name for other in tasks) > 1}
     if not tasks or twice:
         raise ConfigError(f"{file}: expected tasks of different names, got {shown(sorted(twice)) if twice else 'none'}")

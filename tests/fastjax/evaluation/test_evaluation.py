@@ -172,24 +172,24 @@ TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "c
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"kind": "other"}, "task 't': kind: expected exact_match or choice, got 'other'"),
-        ({"kind": ["choice"]}, r"task 't': kind: expected exact_match or choice, got \['choice'\]"),
+        ({"kind": "other"}, "task 't': kind: expected one of exact_match, choice, got 'other'"),
+        ({"kind": ["choice"]}, r"task 't': kind: expected one of exact_match, choice, got \['choice'\]"),
         ({"until": ["a"]}, r"task 't': until: expected none with kind choice, got \['a'\]"),
-        (EXACT | {"until": [""]}, r"task 't': until: expected a list of texts that are not empty, got \[''\]"),
-        (EXACT | {"extract": r"\d*"}, r"extract: expected one that cannot match nothing, which makes every answer ri"),
+        (EXACT | {"until": [""]}, r"task 't': until: expected a list of texts that are not empty or null, got \[''\]"),
+        (EXACT | {"extract": r"\d*"}, "extract: expected a regular expression that cannot match nothing or null"),
         ({"label": None}, "task 't': label: expected one with kind choice, got none"),
         ({"answer": "{a}"}, "task 't': answer: expected none with kind choice, got '{a}'"),
-        ({"limit": 0}, "task 't': limit: expected at least 1, got 0"),
-        ({"limit": "many"}, "task 't': limit: expected a whole number, got 'many'"),
+        ({"limit": 0}, "task 't': limit: expected an integer of at least 1 or null, got 0"),
+        ({"limit": "many"}, "task 't': limit: expected an integer of at least 1 or null, got 'many'"),
         ({"few_shot": 2}, "task 't': few_shot_data: expected one exactly with few_shot, got None"),
-        ({"choices": ["a"]}, "task 't': choices: expected a column or 2 to 26 texts"),
-        ({"shots": 2}, "tasks.yaml: task 1: expected the keys .*; got 'shots'"),
+        ({"choices": ["a"]}, r"task 't': choices: expected a string or a list of 2 to 26 texts or null, got \['a'\]"),
+        ({"shots": 2}, "tasks.yaml:10: task 't': shots: unknown; expected one of name, kind, data, prompt"),
         (EXACT | {"extract": "("}, "extract: expected a"),
     ],
 )
 def test_tasks_that_are_refused(changes, error, tmp_path):
     file = tmp_path / "tasks.yaml"
-    file.write_text(json.dumps({"tasks": [TASK | changes]}))
+    file.write_text(json.dumps({"tasks": [TASK | changes]}, indent=0))
     with pytest.raises(ConfigError, match=error):
         read_tasks(file)
 
