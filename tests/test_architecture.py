@@ -31,7 +31,6 @@ OTHER_NAMES = {
     "convert/model/paths.py": "the parser itself",
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
-    "fastjax/training/config/__init__.py": "likewise",
     "fastjax/commands/hints.py": "likewise",
     "fastjax/config_import/job.py": "likewise",
     "fastjax/runs/hub_names.py": "likewise",

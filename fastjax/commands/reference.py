@@ -11,6 +11,7 @@ import itertools
 import json
 import textwrap
 import typing
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from fastjax.data.settings import DataSource
@@ -37,26 +38,16 @@ class Setting(NamedTuple):
     meaning: str
 
 
-class Section(NamedTuple):
-    """A section of settings.
-
-    Attributes:
-        name: its key in the file.
-        meaning: a sentence.
-        settings: in order.
-    """
-
-    name: str
-    meaning: str
-    settings: list[Setting]
-
-
-def list_sections() -> list[Section]:
-    """All sections, and last those inside of settings: a data set in data.train or data.eval, and training.qat."""
-    listed = [_section(name, section) for name, section in SECTIONS.items()]
-    source = _section("data.train[…]", DataSource)
-    source = source._replace(meaning="One data set, where data.train or data.eval lists sections.")
-    return [*listed, source, _section("training.qat", QATSettings)]
+def list_sections() -> Iterator[tuple[str, str, list[Setting]]]:
+    """The sections, each with its meaning and its settings; last those inside of data.train and training.qat."""
+    inside = {"data.train[…]": DataSource, "training.qat": QATSettings}
+    for name, section in {**SECTIONS, **inside}.items():
+        meanings, hints = _docstrings(section), hints_of(section)
+        settings = [
+            Setting(field.name, describe(hints[field.name]), _default(field), meanings[field.name])
+            for field in dataclasses.fields(section)
+        ]
+        yield name, section.__doc__ or "", settings
 
 
 def help_text(width: int) -> str:
@@ -66,11 +57,11 @@ def help_text(width: int) -> str:
         width: columns.
     """
     lines = []
-    for section in list_sections():
-        lines += ["", *textwrap.wrap(f"{section.name}: {_lower(section.meaning)}", width)]
-        for setting in section.settings:
+    for name, meaning, settings in list_sections():
+        lines += ["", *textwrap.wrap(f"{name}: {meaning[:1].lower()}{meaning[1:].removesuffix('.')}", width)]
+        for setting in settings:
             default = "required" if setting.default is None else f"default {setting.default}"
-            option = f"--{section.name}.{setting.name}" if section.name in SECTIONS else setting.name
+            option = f"--{name}.{setting.name}" if name in SECTIONS else setting.name
             lines += textwrap.wrap(
                 f"{option}  {setting.takes}; {default}", width, initial_indent="  ", subsequent_indent="      "
             )
@@ -81,23 +72,14 @@ def help_text(width: int) -> str:
 def markdown() -> str:
     """The sections as tables."""
     lines = []
-    for section in list_sections():
-        lines += ["", f"## `{section.name}`", "", section.meaning, ""]
+    for name, meaning, settings in list_sections():
+        lines += ["", f"## `{name}`", "", meaning, ""]
         lines += ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
-        for setting in section.settings:
+        for setting in settings:
             default = "required" if setting.default is None else f"`{setting.default}`"
             cells = (f"`{setting.name}`", setting.takes, default, setting.meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"
-
-
-def _section(name: str, section: type) -> Section:
-    meanings, hints = _docstrings(section), hints_of(section)
-    settings = [
-        Setting(field.name, describe(hints[field.name]), _default(field), meanings[field.name])
-        for field in dataclasses.fields(section)
-    ]
-    return Section(name, inspect.cleandoc(section.__doc__ or ""), settings)
 
 
 def _docstrings(section: type) -> dict[str, str]:
@@ -120,7 +102,3 @@ def _default(field: dataclasses.Field) -> str | None:
     else:
         return None
     return value if isinstance(value, str) else json.dumps(value).replace('"', "")
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:].removesuffix(".")

@@ -155,35 +155,48 @@ class _Given:
             for key, value in section.items():
                 if key not in hints_of(SECTIONS[name]):
                     raise ConfigError(f"{self._place(f'{name}.{key}')}{unknown(f'{name}.{key}')}")
-                settings[name][key] = self._value(name, key, value) if isinstance(value, str) else value
+                settings[name][key] = value
         for option, text in self.options.items():
-            name, _, key = option.partition(".")
+            name, _, rest = option.partition(".")
+            key, _, inner = rest.partition(".")
+            if name in SECTIONS and not key:
+                raise ConfigError(f"--{option}: expected --section.key value")
             if name not in SECTIONS or key not in hints_of(SECTIONS[name]):
                 raise ConfigError(f"--{unknown(option)}")
             if text is None:
                 raise ConfigError(f"--{option}: expected a value, got none")
-            settings[name][key] = self._value(name, key, text)
-        return settings
+            if inner:  # of a mapping
+                outer = settings[name].get(key)
+                settings[name][key] = {**(outer if isinstance(outer, dict) else {}), inner: _parsed(text)}
+            else:
+                settings[name][key] = text
+        return {
+            name: {
+                key: self._value(name, key, value) if isinstance(value, str) else value for key, value in given.items()
+            }
+            for name, given in settings.items()
+        }
 
     def _value(self, name: str, key: str, text: str) -> Any:
         """A text as the value that its setting takes: what it says in YAML, or else itself."""
         kind = hints_of(SECTIONS[name])[key]
+        bracketed = text.strip()[:1] + text.strip()[-1:] in ("[]", "{}")
         try:
-            value = strict_yaml.parse(text)
+            value = strict_yaml.parse(text) if text.strip() else text
         except YamlError as error:
             # What is meant as a list, a mapping or a value of some type would pass for a string.
-            if text.lstrip()[:1] == "!" or text.strip()[:1] + text.strip()[-1:] in ("[]", "{}"):
+            if bracketed or text.lstrip()[:1] == "!":
                 problem = f"not valid YAML: {error.problem}, got {shown(text, 80)}"
                 raise ConfigError(f"{self._place(f'{name}.{key}')}{name}.{key}: {problem}") from error
             return text
-        if isinstance(value, list | dict):
-            return value if _takes_collections(kind) else text
+        if bracketed and _takes_collections(kind):
+            return value
         return text if fits(text, kind) and (isinstance(value, str) or not fits(value, kind)) else value
 
     def _place(self, key: str) -> str:
         """Where a key is given: the command line ("--"), or the file with its line."""
         parts = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)]
-        if any(option.split(".") == parts[:2] for option in self.options):
+        if any(option.split(".")[:2] == parts[:2] for option in self.options):
             return "--"
         line = self.document.line(parts)
         return "" if self.file is None else f"{self.file}: " if line is None else f"{self.file}:{line}: "
@@ -199,6 +212,14 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         if not equals:
             value = waiting.pop() if waiting and not waiting[-1].startswith("--") else None
         yield name.removeprefix("--"), value
+
+
+def _parsed(text: str) -> Any:
+    """What a text says in YAML; itself if it is none."""
+    try:
+        return strict_yaml.parse(text)
+    except YamlError:
+        return text
 
 
 def _takes_collections(kind: Any) -> bool:

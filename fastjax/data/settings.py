@@ -39,7 +39,7 @@ COLUMNS = (
 
 @section("data set")
 class DataSource:
-    """One data set."""
+    """One data set, where data.train or data.eval lists sections."""
 
     path: str
     """a file (.jsonl, .json, .parquet, .csv, compressed or not), several as a glob pattern, a folder, or any other name

@@ -6,6 +6,7 @@ the model's config.json gives. A value out of range is refused when the section 
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key, allowed, reason, way_out in _rules(self):
-            section, _, name = key.partition(".")
-            value = getattr(getattr(self, section), name)
+            value = operator.attrgetter(key)(self)
             if value not in allowed:
                 expected = " or ".join(map(_written, allowed))
                 raise ConfigError(f"{key}: expected {expected} {reason}, got {_written(value)}{way_out}")

@@ -15,7 +15,7 @@ from fastjax.training.config.kinds import Count
 
 _POLICY = re.compile(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?")
 
-Policy = Annotated[
+Recompute = Annotated[
     bool | Annotated[str, Predicate(lambda text: _POLICY.fullmatch(text) is not None)],
     f"true or false or one of auto, {', '.join(POLICIES)}, or NAME:k for the first k layers",
 ]
@@ -56,7 +56,7 @@ class ModelSection:
     """replaces the scaling of the rotary positions, for longer contexts, as config.json has it: {rope_type: yarn,
     factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from the length that the model
     was pretrained on."""
-    use_gradient_checkpointing: Policy = "auto"
+    use_gradient_checkpointing: Recompute = "auto"
     """the backward pass recomputes: none: nothing; false or projections: the operations between the projections and the
     attention; attention: all but the attention; true or full: all but the layers' inputs; offload, offload_attention:
     as full and attention, with what is kept in the host's memory; offload_projections: the MLP, and what lies between

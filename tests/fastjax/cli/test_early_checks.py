@@ -92,7 +92,7 @@ def test_a_run_with_nothing_wrong_gets_to_its_data(run):
             "^output.report_to: wandb needs the package wandb, which cannot be imported",
         ),
         ("data", {"eval": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ("data", {"eval": [{"path": "nowhere.txt"}]}, "^data.eval: expected a string"),
+        ("data", {"eval": [7]}, "^data.eval: expected a string"),
     ],
 )
 def test_what_is_wrong_is_said_before(run, section, keys, message, monkeypatch):

@@ -10,6 +10,7 @@ from fastjax.commands.hints import unknown
 from fastjax.commands.settings import parse_train_config
 from fastjax.data import DataSource
 from fastjax.errors import ConfigError
+from fastjax.training.config import QATSettings
 
 GOOD = """
 model:
@@ -57,6 +58,38 @@ def test_command_line_wins(write):
     assert (config.lora.r, config.training.max_steps) == (4, 7)
     assert config.data.train == ["a", "b"]
     assert config.model.dtype is None
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("lora.rank_pattern.layers.0.q_proj", "2", ("lora", "rank_pattern", {"q_proj": 4, "layers.0.q_proj": 2})),
+        ("training.qat.weights", "nf4", ("training", "qat", QATSettings("nf4"))),
+        ("model.use_gradient_checkpointing", "true", ("model", "use_gradient_checkpointing", True)),
+        ("model.use_gradient_checkpointing", "full", ("model", "use_gradient_checkpointing", "full")),
+        ("model.model_name", "123", ("model", "model_name", "123")),
+        ("model.model_name", "'a'", ("model", "model_name", "'a'")),
+        ("output.run_name", "", ("output", "run_name", "")),
+        ("output.run_name", "null", ("output", "run_name", None)),
+        ("output.run_name", "2024-01-01", ("output", "run_name", "2024-01-01")),
+        ("training.qat", "'nf4'", ("training", "qat", "nf4")),
+        ("training.eval_steps", "epoch", ("training", "eval_steps", "epoch")),
+        ("training.num_train_epochs", "3", ("training", "num_train_epochs", 3.0)),
+        ("lora.layers_to_transform", "3", ("lora", "layers_to_transform", 3)),
+        ("lora.target_modules", "a: b", ("lora", "target_modules", "a: b")),
+        ("data.chat_template_kwargs", "{a: [1, 2e-4, x]}", ("data", "chat_template_kwargs", {"a": [1, 2e-4, "x"]})),
+    ],
+)  # fmt: skip
+def test_values_on_the_command_line(write, key, text, value):
+    section, name, expected = value
+    given = [f"--{key}", text, "--data.eval=e"]
+    found = getattr(getattr(parse_train_config(["--config", write(GOOD), *given]), section), name)
+    assert found == expected and type(found) is type(expected)
+
+
+def test_quoted_values_in_the_file_are_read_as_on_the_command_line(write):
+    config = parse_train_config(["--config", write(GOOD.replace("r: 8", "r: '8'").replace("1e-4", "'1e-4'"))])
+    assert (config.lora.r, config.optimizer.learning_rate) == (8, 1e-4)
 
 
 def test_command_line_alone():
@@ -144,6 +177,11 @@ def test_mistakes_in_the_file(write, text, message):
         (["--optimiser.learning_rate", "1"], "--optimiser.learning_rate: unknown; did you mean "
          "optimizer.learning_rate? `fastjax train --help` lists all settings"),
         (["7"], "7: expected --section.key value"),
+        (["--lora", "{r: 4}"], "--lora: expected --section.key value"),
+        (["--lora.rank_pattern.q_proj", "x"], "--lora.rank_pattern: expected a mapping from strings to integers from 1 "
+         "to 65536 or null, got {'q_proj': 'x'}"),
+        (["--training.qat.weight", "nf4"], "--training.qat.weight: unknown; expected one of weights, activations, "
+         "start_step, modules_to_not_quantize"),
     ],
 )  # fmt: skip
 def test_mistakes_on_the_command_line(write, argv, message):
