@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from convert.quantize import quantize
+from fastjax.language_model.saving import save_pretrained
 from fastjax.runs.model import load_base, run_shapes, with_adapter
 from fastjax.runs.opening import open_model, open_shapes
 from tests.convert.test_experts import in_mxfp4
@@ -76,6 +77,6 @@ def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_
 def test_shapes_of_an_adapter_to_start_from(tmp_path):
     base = config(model={"model_name": str(tiny.shared_folder()), "max_seq_length": 48}, lora={"r": 3})
     started = with_adapter(load_base(base, open_model(base)), base, open_model(base))
-    started.save_pretrained(tmp_path / "adapter")
+    save_pretrained(started, tmp_path / "adapter")
     settings = config(model=vars(base.model), lora={"adapter": str(tmp_path / "adapter")})
     assert described(run_shapes(settings, open_shapes(settings))) == described(started)
