@@ -17,6 +17,7 @@ from rich.console import Console
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.language_model import ModelHandle
 from fastjax.models.paths import adapter_paths
 from fastjax.parallel.processes import barrier, gathered_numbers, in_turn, is_primary
 from fastjax.runs.checkpointing import compile_step, memory_advice
@@ -193,6 +194,6 @@ def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> Fine
     try:
         model = load_model(result, open_model(result))
         tell_model(model, console)
-        return FineTuned(model, folder.result, last_evaluation(folder), config)
+        return FineTuned(ModelHandle(model), folder.result, last_evaluation(folder), config)
     except (ConfigError, ConvertError, OSError) as error:  # where it is the base's, the run says so again
         return str(error)
