@@ -166,20 +166,31 @@ class Weights:
         return expert_name(self.specs[path], 0)
 
 
-def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
+def open_weights(folder: str | os.PathLike[str]) -> Weights:
     """Open a folder and match every name in it against the family's table; no tensor is read.
 
     Args:
-        folder: A Hugging Face model folder: 16 or 32 bits, bitsandbytes NF4, or FP8; or one that is open already.
+        folder: A Hugging Face model folder: 16 or 32 bits, bitsandbytes NF4, or FP8.
 
     Returns:
         The matched folder.
 
     Raises:
-        ConvertError: The folder is damaged, its family or quantisation is not supported, or names are left over,
-            missing or of another shape or dtype: then one message lists all of them.
+        ConvertError: The folder is damaged, or as `match_weights`.
     """
-    checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder)
+    return match_weights(open_checkpoint(folder))
+
+
+def match_weights(checkpoint: Checkpoint) -> Weights:
+    """Match every name of an open folder against the family's table; no tensor is read.
+
+    Args:
+        checkpoint: The open folder.
+
+    Raises:
+        ConvertError: Its family or quantisation is not supported, or names are left over, missing or of another shape
+            or dtype: then one message lists all of them.
+    """
     file = checkpoint.folder / CONFIG
     check_quantization(checkpoint.config, file)
     family = family_for(checkpoint.config, file).named_as(checkpoint.names)

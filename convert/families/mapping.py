@@ -57,9 +57,14 @@ def read_config(config: Mapping[str, Any], *, where: str = "config.json") -> Mod
     return found
 
 
+def family_of(config: ModelConfig) -> Family:
+    """The family of a parsed config."""
+    return family_for({"model_type": config.model_type})
+
+
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The computation's fields of a config.json, as transformers 5 writes them."""
-    return _to_hf(family_for({"model_type": config.model_type}), config)
+    return _to_hf(family_of(config), config)
 
 
 def with_score(config: ModelConfig) -> ModelConfig:
@@ -68,7 +73,7 @@ def with_score(config: ModelConfig) -> ModelConfig:
     Raises:
         ConvertError: transformers has no such class of the family.
     """
-    family_for({"model_type": config.model_type}).scored({})
+    family_of(config).scored({})
     return dataclasses.replace(config, scored=True, tie_word_embeddings=False)
 
 

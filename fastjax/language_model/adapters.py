@@ -17,6 +17,7 @@ from convert.checkpoint import CONFIG
 from convert.files import read_json
 from convert.hub import Source, fetch
 from convert.model.paths import SCORE, TABLES
+from convert.quantization_aware import QuantizationAware
 from convert.trained_over import base_notes
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
@@ -31,6 +32,7 @@ from fastjax.language_model.host import (
     with_host_embedding,
 )
 from fastjax.language_model.rewards import with_score_head
+from fastjax.language_model.variants import with_fake_quantization
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.settings import fresh_adapter
@@ -60,7 +62,7 @@ def attach_adapter(
     Raises:
         ConfigError: an adapter that does not fit the model.
     """
-    _check_bare(model)
+    check_bare(model)
     if has_host_embedding(model):
         return with_host_embedding(attach_adapter(with_device_embedding(model), adapter, arrays, key))
     count = model.config.num_hidden_layers
@@ -143,20 +145,37 @@ def check_fits(model_name: str | Path, adapter: str | Path, rope_scaling: Mappin
     if own is not None:
         raise ConfigError(f"{adapter}: expected none beside {model_name}, which is an adapter with a base of its own")
     outline = read_outline(source.folder, rope_scaling=rope_scaling, weights=False, tokenizer=False)
-    open_fitting(fetch(adapter).folder, outline.hf_config, outline.config)
+    open_fitting(fetch(adapter).folder, outline.config)
 
 
-def load_adapter(
-    model: LanguageModel, folder: str | Path, lora_dropout: float | None, allow_nonfinite: bool
+def add_adapter(
+    model: LanguageModel,
+    opened: Adapter,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    lora_dropout: float | None = None,
+    *,
+    fake_quantization: bool = True,
 ) -> LanguageModel:
-    """`FastLanguageModel.load_adapter`."""
-    _check_bare(model)
-    known = model.hf_config, model.config, model.new_token_ids
-    opened, tokenizer = open_fitting(Path(folder), *known, allow_nonfinite=allow_nonfinite)
+    """Attach the adapter of an open PEFT folder, compute as it was trained, and tell of a base unlike its own.
+
+    Args:
+        model: without adapters.
+        opened: the folder.
+        tokenizer: the folder's own; None: it has none.
+        lora_dropout: in place of the adapter's own.
+        fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
+
+    Raises:
+        ConvertError: as for `attach_opened`.
+        ConfigError: as for `attach_opened`.
+    """
+    check_bare(model)
     named = opened.config.base_model_name_or_path
     for note in [] if model.base is None else base_notes(named, opened.over, model.base):
         print(f"note: {note}", file=sys.stderr)
-    return attach_opened(model, opened, tokenizer, lora_dropout)
+    model = attach_opened(model, opened, tokenizer, lora_dropout)
+    aware = QuantizationAware.read(opened.folder) if fake_quantization else None
+    return model if aware is None else with_fake_quantization(model, *aware)
 
 
 def attach_opened(
@@ -177,7 +196,7 @@ def attach_opened(
         ConvertError: an array that cannot be read or is not finite.
         ConfigError: an adapter that does not fit the model.
     """
-    _check_bare(model)
+    check_bare(model)
     if has_host_embedding(model):
         return with_host_embedding(attach_opened(with_device_embedding(model), opened, tokenizer, lora_dropout))
     adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
@@ -216,7 +235,15 @@ def _with_vocabulary_of(
     return model
 
 
-def _check_bare(model: LanguageModel) -> None:
+def check_bare(model: LanguageModel) -> None:
+    """Refuse a model that takes no adapter.
+
+    Args:
+        model: any.
+
+    Raises:
+        ConfigError: it is trained whole, or has one.
+    """
     if model.full_finetuning:
         raise ConfigError("model: expected one for an adapter, got one loaded with full_finetuning=True")
     if model.lora is not None:

@@ -22,17 +22,16 @@ from fastjax.execution.language_model import LanguageModel, Model
 from fastjax.execution.load import load_weights, random_weights
 from fastjax.execution.policies import check_policy
 from fastjax.execution.zeros import zero_weights
-from fastjax.language_model.adapters import base_and_adapter, load_adapter, with_fresh_adapter
+from fastjax.language_model.adapters import add_adapter, base_and_adapter, check_bare, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.host import check_host_layers, with_host_embedding
-from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
+from fastjax.language_model.variants import with_checkpointing
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.settings import tables_note
 from fastjax.models.decoder import Decoder
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import Outline, read_outline, row_length
 from fastjax.models.precision import make_precision
-from fastjax.models.quantized import QuantizationAware
 from fastjax.models.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
@@ -117,8 +116,9 @@ class FastLanguageModel:
             new_tokens=new_tokens,
             rope_scaling=rope_scaling,
         )
-        if adapter is not None:  # before the weights are read
-            open_fitting(adapter, outline.hf_config, outline.config, outline.new_token_ids)
+        fitting = None  # before the weights are read
+        if adapter is not None:
+            fitting = open_fitting(adapter, outline.config, outline.new_token_ids)
         model = load_opened(
             source,
             outline,
@@ -135,7 +135,7 @@ class FastLanguageModel:
             mlp_chunk=mlp_chunk,
         )
         model = with_host_embedding(model) if offload_embedding else model
-        model = model if adapter is None else FastLanguageModel.load_adapter(model, adapter)
+        model = model if fitting is None else add_adapter(model, *fitting)
         assert model.tokenizer is not None, "a folder without one was refused"
         return ModelHandle(model), model.tokenizer
 
@@ -325,9 +325,10 @@ class FastLanguageModel:
             ConfigError: it is not for this model (every misfit named).
         """
         place, origin = fetch(folder).folder, model if isinstance(model, ModelHandle) else None
-        model = load_adapter(value_of(model), place, lora_dropout, allow_nonfinite)
-        aware = QuantizationAware.read(place) if fake_quantization else None
-        return ModelHandle(model if aware is None else with_fake_quantization(model, *aware), origin)
+        model = value_of(model)
+        check_bare(model)
+        fitting = open_fitting(place, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
+        return ModelHandle(add_adapter(model, *fitting, lora_dropout, fake_quantization=fake_quantization), origin)
 
 
 def load_opened(

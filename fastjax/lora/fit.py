@@ -3,13 +3,12 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from convert.adapter_config import SCORED
 from convert.adapters import Adapter, AdapterConfig, open_adapter
 from convert.expert_adapters import expert_shapes
-from convert.families import family_for
-from convert.families.mapping import with_score
+from convert.families.mapping import family_of, with_score
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, SCORE, WeightPath
 from convert.model.spec import ADAPTED
@@ -27,7 +26,6 @@ Shape = tuple[int, ...]
 
 def open_fitting(
     folder: Path,
-    hf_config: Mapping[str, Any],
     config: ModelConfig,
     new_token_ids: Sequence[int] = (),
     *,
@@ -37,8 +35,7 @@ def open_fitting(
 
     Args:
         folder: PEFT's.
-        hf_config: the model's config.json.
-        config: the same, parsed.
+        config: the model's.
         new_token_ids: tokens whose rows must be trained.
         allow_nonfinite: let NaN and infinity through when arrays are read.
 
@@ -49,7 +46,7 @@ def open_fitting(
         ConvertError: what is wrong with the folder.
         ConfigError: it is not for this model (the first misfits named).
     """
-    family = family_for(hf_config)
+    family = family_of(config)
     opened = open_adapter(folder, family=family, specs=config.specs, allow_nonfinite=allow_nonfinite)
     adapter, tokenizer = opened.config, own_tokenizer(folder)
     shapes = {path: opened.shape(path) for path in opened.tensors}

@@ -8,7 +8,7 @@ from convert.adapter_config import selects, tuned_name
 from convert.adapters import AdapterConfig, rank_and_alpha, scaling
 from convert.errors import shown
 from convert.expert_adapters import expert_shapes
-from convert.families import family_for
+from convert.families.mapping import family_of
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.model.spec import ADAPTED
@@ -41,7 +41,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     check_saved(adapter, savable(config))
     _check_experts(adapter)
     sites = []
-    family = family_for({"model_type": config.model_type})
+    family = family_of(config)
     for path in candidates(config):
         if selects(adapter, path, family) and path not in saved:
             name = tuned_name(path, family)
@@ -79,7 +79,7 @@ def projections(config: ModelConfig) -> list[str]:
 
 def parameters(config: ModelConfig) -> list[str]:
     """The whole names of what `target_parameters` can select: routers' weights and experts' matrices."""
-    family = family_for({"model_type": config.model_type})
+    family = family_of(config)
     found = [path for path in candidates(config) if path.of_experts or path.is_router]
     return [tuned_name(path, family) for path in found]
 

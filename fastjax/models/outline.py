@@ -14,7 +14,7 @@ from convert.checkpoint import CONFIG, open_checkpoint
 from convert.families.mapping import read_config
 from convert.files import read_json
 from convert.model.config import ModelConfig
-from convert.weights import Weights, open_weights
+from convert.weights import Weights, match_weights
 from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import ConfigError
@@ -93,7 +93,7 @@ def read_outline(
             config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
         else:
             check_vocabulary(loaded, config, folder)
-    opened = None if checkpoint is None else open_weights(checkpoint)
+    opened = None if checkpoint is None else match_weights(checkpoint)
     return Outline(hf_config, config, loaded, tuple(new_ids), known, length, opened)
 
 

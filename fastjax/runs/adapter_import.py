@@ -13,7 +13,7 @@ from convert.adapters import CONFIG, AdapterConfig, config_from_json
 from convert.files import atomic_folder, read_json, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
-from fastjax.language_model.adapters import load_adapter
+from fastjax.language_model.adapters import add_adapter
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.sites import adapter_sites
 from fastjax.lora.tables import saved_modules
@@ -61,10 +61,11 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
     config = pinned(_with_lora_of(config, settings))
     opened = open_model(config)
     outline = opened.outline
-    open_fitting(Path(adapter), outline.hf_config, outline.config, outline.new_token_ids)  # before weights are read
+    allow = config.model.allow_nonfinite
+    fitting = open_fitting(Path(adapter), outline.config, outline.new_token_ids, allow_nonfinite=allow)
     data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
     base = load_base(config, opened)
-    imported = load_adapter(base, adapter, None, config.model.allow_nonfinite)
+    imported = add_adapter(base, *fitting, fake_quantization=False)
     model = with_adapter(base, config, opened)
     _check_fit(model, imported, adapter)
     check_vocabulary(model, data)

@@ -40,4 +40,4 @@ def _check_adapter(folder: Path) -> None:
         check_saved(adapter, (*TABLES, SCORE))
         return
     outline = read_outline(Path(base), weights=False, tokenizer=False)
-    open_fitting(folder, outline.hf_config, outline.config)
+    open_fitting(folder, outline.config)

@@ -202,8 +202,8 @@ def _open_adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenA
     source = located(config, "lora.adapter", weights=weights)
     folder, base = source.folder, outline.config
     if weights or source.name is None:
-        model, allow = (outline.hf_config, base, outline.new_token_ids), config.model.allow_nonfinite
-        return OpenAdapter(*open_fitting(folder, *model, allow_nonfinite=allow))
+        allow = config.model.allow_nonfinite
+        return OpenAdapter(*open_fitting(folder, base, outline.new_token_ids, allow_nonfinite=allow))
     adapter, tokenizer = config_from_json(read_json(folder / CONFIG), folder / CONFIG), own_tokenizer(folder)
     rows = max(base.vocab_size, adapter_rows(adapter, {}, tokenizer))
     check_adapter(adapter, dataclasses.replace(base, vocab_size=rows), outline.new_token_ids, folder)
