@@ -7,6 +7,10 @@ is charged before it is made. A budget belongs to one rendering.
 
 The clock is processor time, so that a busy or sleeping machine refuses nothing. It is read now and then between
 operations; the size of its operands limits the time of one operation.
+
+Rendering stays in this process: of GSM8K's rows one takes 12 to 43 µs, charges included, and as long without them. A
+worker under the system's limits would start in 0.12 s of processor time with Jinja alone, in 0.46 with all that finds
+responses, and a row there and back takes 32 to 48 µs.
 """
 
 import functools
