@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,7 +16,10 @@ from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from fastjax.parallel import MeshShape
     from fastjax.planning.device import Device
+    from fastjax.planning.memory import Room
+    from pallas_kernels.cards import Card
 
 
 def main(argv: Sequence[str]) -> None:
@@ -98,13 +101,11 @@ def plan(
 
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
-    from fastjax.commands import plan_tables
     from fastjax.execution.policies import check_policy
     from fastjax.planning.memory import Room
     from fastjax.runs.mesh import check_model, mesh_shapes
-    from fastjax.runs.messages import say
     from fastjax.runs.opening import open_shapes
-    from fastjax.runs.plan import fastest, longest_rows, plan_run
+    from fastjax.runs.plan import longest_rows, plan_run
 
     for name in policies or ():
         check_policy(name)
@@ -113,33 +114,40 @@ def plan(
     opened = open_shapes(config)
     check_model(config, opened, shapes)
     room = Room(limit or _share(device, gpu), host or _host(gpu))
-    planned, rows, best = None, {}, None
+    planned, rows = None, {}
     with console.status("opening the model") as status:
-
-        def tell(text: str) -> None:
-            status.update(text)
-            if not console.is_terminal:  # where nothing is drawn, minutes of compiling are not silent
-                say(Console(stderr=True), text)
-
+        tell = status.update if console.is_terminal else _say_aside  # minutes of compiling are not silent
         if longest:
-            positions = opened.outline.config.max_length
             # Of the meshes that "auto" leaves open, the one of which a device holds least.
+            positions = opened.outline.config.max_length
             rows = longest_rows(config, positions, device, policies, room, tell, shapes[-1])
         else:
             for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits
                 planned = plan_run(config, opened, device, policies, room, tell, shape)
-                if (best := fastest(planned.steps, room)) is not None:
+                if planned.best is not None:
                     break
-    if planned is None:
-        plan_tables.show_longest(console, config, device.card, rows, room, shapes[-1])
-        content = plan_tables.longest_content(device.card, rows, room, shapes[-1])
-    else:
-        plan_tables.show(console, config, device.card, planned, room, best)
-        content = plan_tables.content(device.card, planned, room, best)
+    content = _show(console, config, device.card, planned or rows, room, shapes[-1])
     if output is not None:
         with atomic_file(output) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
         console.print(f"written to {output}", highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, config: TrainConfig, card: "Card", found: Any, room: "Room", mesh: "MeshShape") -> Any:
+    """Show the plan, or the longest rows by policy, and give what is in the JSON file."""
+    from fastjax.commands import plan_tables
+
+    if isinstance(found, dict):
+        plan_tables.show_longest(console, config, card, found, room, mesh)
+        return plan_tables.longest_content(card, found, room, mesh)
+    plan_tables.show(console, config, card, found, room)
+    return plan_tables.content(card, found, room)
+
+
+def _say_aside(text: str) -> None:
+    from fastjax.runs.messages import say
+
+    say(Console(stderr=True), text)
 
 
 def _bytes(option: str, text: str | None) -> float | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
     from fastjax.planning.longest import Longest
     from fastjax.planning.memory import Room
-    from fastjax.runs.plan import Planned, RunPlan
+    from fastjax.runs.plan import RunPlan
     from pallas_kernels.cards import Card
 
 #: Columns of a terminal that no table fills.
@@ -29,7 +29,6 @@ def show(
     card: "Card",
     plan: "RunPlan",
     room: "Room",
-    best: "Planned | None",
 ) -> None:
     """The steps of a run, one a policy.
 
@@ -39,12 +38,8 @@ def show(
         card: planned for.
         plan: the steps.
         room: what they may take.
-        best: the fastest that fits; None: none fits.
     """
-    from fastjax.runs.plan import smallest
-    from fastjax.runs.policies import way_out
-
-    length, loop, planned = config.model.max_seq_length, config.model.layer_loop, plan.steps
+    length, loop, planned, best = config.model.max_seq_length, config.model.layer_loop, plan.steps, plan.best
     mesh = planned[0].mesh
     several = mesh.size > 1
     linked = ("link GB", "link ms") if several else ()
@@ -64,16 +59,7 @@ def show(
             style="bold" if one is best else None,
         )
     _print(console, f"{_rows(config, str(length))} · {loop} · {_cards(card, mesh)} · memory in GB", table)
-    if best is None:
-        least = smallest(planned)
-        sentence = (
-            f"nothing fits in {_share(card, room)}: {least.policy} needs {least.memory.device / 1e9:.1f} GB"
-            + (f" and {least.memory.host / 1e9:.1f} of the host's" if least.memory.host > room.host else "")
-            + f". {way_out(plan.settings, config.training.per_device_train_batch_size)}"
-        )
-    else:
-        sentence = f"fits in {_share(card, room)}, about the fastest: model.use_gradient_checkpointing: {best.policy}"
-    _say(console, f"{sentence}.")
+    _say(console, f"{_verdict(config, card, plan, room)}.")
     for policy, why in plan.refused.items():
         _say(console, f"{policy} is left out: {why}.")
     _say(
@@ -88,11 +74,27 @@ def show(
         _say_pinned(console, best.memory.host)
 
 
-def content(card: "Card", plan: "RunPlan", room: "Room", best: "Planned | None") -> dict[str, Any]:
+def _verdict(config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -> str:
+    """The fastest policy that fits; where none does, what the smallest needs and what to do."""
+    from fastjax.runs.plan import smallest
+    from fastjax.runs.policies import way_out
+
+    if plan.best is not None:
+        policy = plan.best.policy
+        return f"fits in {_share(card, room)}, about the fastest: model.use_gradient_checkpointing: {policy}"
+    least = smallest(plan.steps)
+    return (
+        f"nothing fits in {_share(card, room)}: {least.policy} needs {least.memory.device / 1e9:.1f} GB"
+        + (f" and {least.memory.host / 1e9:.1f} of the host's" if least.memory.host > room.host else "")
+        + f". {way_out(plan.settings, config.training.per_device_train_batch_size)}"
+    )
+
+
+def content(card: "Card", plan: "RunPlan", room: "Room") -> dict[str, Any]:
     """The same in numbers; arguments as of `show`."""
     return _limits(card, room) | {
         "mesh": plan.steps[0].mesh._asdict(),
-        "chosen": None if best is None else best.policy,
+        "chosen": None if plan.best is None else plan.best.policy,
         "refused": dict(plan.refused),
         "policies": [
             {

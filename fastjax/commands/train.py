@@ -13,7 +13,7 @@ from fastjax.commands.launch import LAUNCHER
 from fastjax.commands.settings import DISTRIBUTED, VERBOSE, parse_train_config
 
 if TYPE_CHECKING:
-    from fastjax.runs.training_run import FineTuned
+    from fastjax.runs.context import FineTuned
 
 
 def main(argv: Sequence[str]) -> None:

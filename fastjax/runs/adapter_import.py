@@ -20,11 +20,12 @@ from fastjax.lora.tables import saved_modules
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.hub_names import pinned
-from fastjax.runs.identity import run_identity
+from fastjax.runs.identity import opened_identity
 from fastjax.runs.messages import say
-from fastjax.runs.model import check_vocabulary, initial_state, load_base, with_adapter
+from fastjax.runs.model import check_vocabulary, load_base, with_adapter
 from fastjax.runs.opening import open_model
-from fastjax.runs.training_run import describe
+from fastjax.runs.resume import describe
+from fastjax.runs.steps import StepRecipe
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints, named_arrays
 from fastjax.training.config import LoraSection, TrainConfig
@@ -69,11 +70,11 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
     model = with_adapter(base, config, opened)
     _check_fit(model, imported, adapter)
     check_vocabulary(model, data)
-    state = initial_state(config, model.replace(trainable=imported.trainable), data.total_steps)
+    state = StepRecipe.of(config, data.total_steps).state(model.replace(trainable=imported.trainable))
     remove_unfinished(folder)
     with atomic_folder(folder) as temporary:
         run = RunFolder(temporary, temporary / "adapter")
-        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, run_identity(data, opened)))
+        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, opened_identity(data, opened)))
         try:
             checkpoints.save(state, Progress())
             checkpoints.wait()

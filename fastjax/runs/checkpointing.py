@@ -23,11 +23,9 @@ from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.cache_misses import before_compiling, reads_back
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
-from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import less_memory, run_candidates, way_out
 from fastjax.runs.steps import RunShapes, device_bytes
 from fastjax.training.config import TrainConfig
-from fastjax.training.loss import Loss
 
 #: Arrays that a message names.
 _SHOWN = 5
@@ -70,40 +68,34 @@ def device_stats() -> Mapping[str, int] | None:
 
 def compile_step(
     config: TrainConfig,
-    opened: OpenModel,
-    total_steps: int,
-    loss: Loss | None,
-    compiler_options: Mapping[str, Any] | None,
+    make_shapes: Callable[[int], RunShapes],
+    meshes: tuple[MeshShape, ...],
     earlier: str | None,
     progress: Callable[[str], None],
-    meshes: tuple[MeshShape, ...],
-    loading: ModelLoading,
-    documents_per_row: int | None = None,
+    loading: ModelLoading | None = None,
 ) -> RunStep:
     """Compile the step of a run on the first mesh, with the first policy, that fits on the devices.
 
     Args:
         config: the run.
-        opened: its model, of which shapes are made.
-        total_steps: of the run.
-        loss: in place of the settings' own.
-        compiler_options: XLA's.
+        make_shapes: replicas -> the shapes of the step; called where the devices' memory is known.
+        meshes: their shapes, the fastest first.
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
-        meshes: their shapes, the fastest first.
-        loading: of the model. Where the step may be read back from JAX's cache it begins beside that, if the mesh is
-            known and of one process, and half of the memory is left: should XLA compile, it tries products out.
-        documents_per_row: as of `batch_shapes`.
+        loading: of the model; None: it is in memory. Where the step may be read back from JAX's cache it begins beside
+            that, if the mesh is known and of one process, and half of the memory is left: should XLA compile, it tries
+            products out.
     """
     policies = run_policies(config, earlier, meshes[0])
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
         return RunStep(policies[0] if len(policies) == 1 else "full", None, meshes[0])
-    shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas, documents_per_row)
-    limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
+    shapes = make_shapes(meshes[0].replicas)
+    # The step's frozen weights may be those in memory; it has trained arrays of its own.
+    limit = min(gathered_numbers(limit - stats["bytes_in_use"] + shapes.resident_bytes))
     *others, last = meshes
-    alone = not others and jax.process_count() == 1
+    alone = loading is not None and not others and jax.process_count() == 1
     beside = alone and reads_back() and 2 * shapes.model_bytes <= limit
     for shape in others:
         choice = _choose(shapes, shape, policies, limit, progress, None, must=False)
@@ -113,30 +105,6 @@ def compile_step(
     choice = _choose(shapes, last, policies, limit, progress, loading if beside else None, must=True)
     assert choice is not None, "it must be made"
     return RunStep(choice.policy, choice, last, functools.partial(_way_out, shapes, last, choice))
-
-
-def compile_loaded(shapes: RunShapes, earlier: str | None, progress: Callable[[str], None]) -> RunStep | None:
-    """Compile the step of a run whose model is in memory, with the first policy that fits on the device.
-
-    Args:
-        shapes: of the run.
-        earlier: policy of the run that is resumed; None: there is none.
-        progress: takes a message for people before each compilation.
-
-    Returns:
-        The step; None: the device's memory is not known.
-    """
-    stats, shape = device_stats(), MeshShape()
-    limit = memory_limit(stats)
-    if stats is None or limit is None:
-        return None
-    policies = run_policies(shapes.config, earlier, shape)
-    # The step's frozen weights are those in memory; it has trained arrays of its own.
-    choice = _choose(
-        shapes, shape, policies, limit - stats["bytes_in_use"] + shapes.frozen_bytes, progress, None, must=True
-    )
-    assert choice is not None, "it must be made"
-    return RunStep(choice.policy, choice, shape, functools.partial(_way_out, shapes, shape, choice))
 
 
 def _choose(
@@ -266,5 +234,5 @@ def _advice(message: str, step: RunStep) -> str:
 def _way_out(shapes: RunShapes, shape: MeshShape, choice: Choice) -> str:
     """What to do where the chosen step is out of memory."""
     others = [one.policy for one in choice.refused]
-    settings = less_memory(shapes.config, shapes.model(choice.policy), shape, choice.policy, others)
-    return way_out(settings, shapes.config.training.per_device_train_batch_size)
+    settings = less_memory(shapes.recipe.config, shapes.model(choice.policy), shape, choice.policy, others)
+    return way_out(settings, shapes.recipe.config.training.per_device_train_batch_size)

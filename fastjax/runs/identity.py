@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from convert.adapters import Adapter
 from convert.checkpoint import WEIGHT_FILES, Checkpoint
 from convert.tensor_file import TensorInfo
 from fastjax.errors import ConfigError
@@ -77,28 +78,49 @@ _TOLD = {
 }
 
 
-def run_identity(data: RunData, model: OpenModel) -> Identity:
+def run_identity(
+    data: RunData,
+    tokenizer: "PreTrainedTokenizerFast",
+    base: Mapping[str, str],
+    adapter: Adapter | None = None,
+    start: Any = None,
+) -> Identity:
     """The fingerprints of a run.
 
     Args:
         data: its data.
-        model: its open folders, weights included.
+        tokenizer: its own.
+        base: the fingerprints of its base.
+        adapter: that it starts from; None: there is none in a folder.
+        start: the trained arrays in memory that are its reference; None: there are none.
     """
-    base, tokenizer = model.outline.weights, model.tokenizer
-    assert base is not None, "the base's weights are on this machine"
-    adapter, settings = None if model.adapter is None else model.adapter.arrays, None
+    settings = None
     if adapter is not None:
         known = {name: value for name, value in dataclasses.asdict(adapter.config).items() if name not in _NO_SETTINGS}
         known |= {name: sorted(value) for name, value in known.items() if isinstance(value, list)}  # PEFT's are sets
         settings = digest(json.dumps(known, sort_keys=True))
     return Identity(
-        **base_identity(base.checkpoint),
+        **base,
         data=data.train.fingerprint,
         adapter=settings,
         adapter_weights=None if adapter is None else tensors_fingerprint(adapter.stored),
         tokenizer=tokenizer_fingerprint(tokenizer),
         held_out=None if data.held_out is None else data.held_out.fingerprint,
+        start=None if start is None else arrays_fingerprint(start),
     )
+
+
+def opened_identity(data: RunData, model: OpenModel) -> Identity:
+    """The fingerprints of a run whose model is in folders.
+
+    Args:
+        data: its data.
+        model: its open folders, weights included.
+    """
+    weights, adapter = model.outline.weights, model.adapter
+    assert weights is not None, "the base's weights are on this machine"
+    base = base_identity(weights.checkpoint)
+    return run_identity(data, model.tokenizer, base, None if adapter is None else adapter.arrays)
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:

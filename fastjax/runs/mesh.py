@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.parallel.checks import check_exchange, check_mesh
-from fastjax.runs.opening import OpenModel, OpenShapes
+from fastjax.runs.opening import OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
 
 
@@ -18,7 +18,7 @@ def run_meshes(config: TrainConfig) -> tuple[MeshShape, ...]:
     return mesh_shapes(config.parallel, device_count(), process_count())
 
 
-def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tuple[MeshShape, ...]) -> None:
+def check_model(config: TrainConfig, opened: OpenShapes, shapes: tuple[MeshShape, ...]) -> None:
     """Refuse meshes that a run's model does not suit.
 
     Args:

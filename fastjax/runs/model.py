@@ -2,9 +2,6 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -22,8 +19,6 @@ from fastjax.runs.messages import say
 from fastjax.runs.opening import OpenModel, OpenShapes, lora_arguments
 from fastjax.training.config import TrainConfig
 from fastjax.training.device import device_use
-from fastjax.training.optimizers import make_optimizer
-from fastjax.training.step import TrainState, init_state
 
 #: Keys of the section `model` that opening its folder has used up.
 _OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling", "offload_embedding")
@@ -60,7 +55,7 @@ def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_D
         say(console, f"idle: {device.idle}")
 
 
-def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
+def run_shapes(config: TrainConfig, opened: OpenShapes) -> LanguageModel:
     """The model of a run as it begins, with shapes for arrays; dtypes are those of the device that is traced for.
 
     Args:
@@ -90,7 +85,7 @@ def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:
 
 
 def load_base(
-    config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False, mesh: Mesh | None = None
+    config: TrainConfig, opened: OpenShapes, *, zeros: bool = False, mesh: Mesh | None = None
 ) -> LanguageModel:
     """The base model of a run.
 
@@ -104,7 +99,7 @@ def load_base(
     return load_opened(opened.source, opened.outline, zeros=zeros, mesh=mesh, **settings)
 
 
-def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
+def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenShapes) -> LanguageModel:
     """A run's base model with its score, the adapter that it begins with, fresh or from a folder, and fake quantisers.
 
     Args:
@@ -134,7 +129,7 @@ def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:
     return with_score_head(model, config.lora.random_state) if config.preferences.scores else model
 
 
-def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
+def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenShapes) -> LanguageModel:
     """With the fake quantisers of `training.qat`."""
     qat, weights = config.training.quantization, opened.outline.weights
     if qat is None:
@@ -147,39 +142,6 @@ def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | Op
                 f"{' and '.join(sorted(found))}"
             )
     return variants.with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
-
-
-def run_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run's settings.
-
-    Args:
-        config: the run.
-        total_steps: of the run.
-    """
-    return make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
-
-
-def initial_state(
-    config: TrainConfig,
-    model: LanguageModel,
-    total_steps: int,
-    replicas: int = 1,
-    optimizer: optax.GradientTransformation | None = None,
-) -> TrainState:
-    """The state of a run before its first step.
-
-    Args:
-        config: the run.
-        model: with the trained arrays' initial values.
-        total_steps: of the run.
-        replicas: parts in which the devices take a step's rows.
-        optimizer: in place of the settings' own.
-    """
-    scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
-    key = jax.random.key(config.training.seed)
-    optimizer = optimizer or run_optimizer(config, total_steps)
-    exchange = config.parallel.gradient_exchange
-    return init_state(model.trainable, optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
 
 
 def check_vocabulary(model: LanguageModel, data: RunData) -> None:

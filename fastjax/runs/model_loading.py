@@ -112,7 +112,7 @@ class ModelLoading:
         outline = self._opened.outline
         if outline.weights is not None:
             outline = dataclasses.replace(outline, weights=_Stoppable.of(outline.weights, self._stopped))
-        model = load_model(with_policy(self._config, policy), self._opened._replace(outline=outline), shape)
+        model = load_model(with_policy(self._config, policy), dataclasses.replace(self._opened, outline=outline), shape)
         model = with_start(model, self._config)
         self.load_seconds += time.perf_counter() - began
         return model

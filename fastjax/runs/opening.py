@@ -42,23 +42,8 @@ class OpenAdapter(NamedTuple):
     tokenizer: "PreTrainedTokenizerFast | None"
 
 
-class OpenModel(NamedTuple):
-    """A run's model, whose folders are open.
-
-    Attributes:
-        source: origin of the base.
-        outline: of the base, with its open weights.
-        adapter: to start from; None: there is none.
-        tokenizer: the base's with the tokens that the run adds, or the adapter's own unless it has fewer.
-    """
-
-    source: Source
-    outline: Outline
-    adapter: OpenAdapter | None
-    tokenizer: "PreTrainedTokenizerFast"
-
-
-class OpenShapes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OpenShapes:
     """A run's model, of which shapes are wanted.
 
     Attributes:
@@ -70,6 +55,17 @@ class OpenShapes(NamedTuple):
     source: Source
     outline: Outline
     adapter: OpenAdapter | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenModel(OpenShapes):
+    """A run's model, whose folders are open.
+
+    Attributes:
+        tokenizer: the base's with the tokens that the run adds, or the adapter's own unless it has fewer.
+    """
+
+    tokenizer: "PreTrainedTokenizerFast"
 
 
 def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:

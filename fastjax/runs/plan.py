@@ -23,7 +23,7 @@ from fastjax.planning.work import plain_path, product_flops
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.opening import OpenShapes, open_shapes
 from fastjax.runs.policies import less_memory, run_candidates
-from fastjax.runs.steps import RunShapes
+from fastjax.runs.steps import RunShapes, StepRecipe
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import DETERMINISTIC
 from fastjax.training.flops import flops_per_token
@@ -80,11 +80,13 @@ class RunPlan(NamedTuple):
         refused: the policies that the run cannot take, and why.
         settings: where no step fits on the device, those with which the smallest would hold less
             (`policies.less_memory`).
+        best: the fastest step that fits; None: none fits.
     """
 
     steps: Sequence[Planned]
     refused: Mapping[str, str]
     settings: Sequence[str]
+    best: Planned | None = None
 
 
 def plan_run(
@@ -114,46 +116,13 @@ def plan_run(
     Raises:
         ConfigError: settings that do not fit the model or the card, or a policy of those given that does not.
     """
-    _check_dtype(config, device.card)
-    progress("shapes of the model")
-    run = _shapes(config, opened, device, shape.replicas)
-    mesh = open_mesh(shape, device.devices if shape.size > 1 else None)
-    model, tokens = run.model("full"), run.batch.tokens.size
-    reference = config.preferences.reference_in_step
-    flops = flops_per_token(model.config, model.trainable, config.model.max_seq_length, reference=reference)
-    flops *= tokens / shape.size
-
-    def products(policy: str, run: RunShapes = run) -> float:
-        step, arguments = run.step(policy)
-        with plain_path():
-            return product_flops(step.trace(*arguments).jaxpr) / shape.size
-
-    progress("products of the step")
-    once = products("none", _unchunked(config, run, opened, device, shape.replicas))
-
-    def planned(policy: str) -> Planned:
-        progress(f"compiling for {device.card.device_kind}: {policy}")
-        recomputed = max(0.0, products(policy) - once)
-        compiled = _compiled(run, policy, device, mesh)
-        memory, frozen, text = StepMemory.of(compiled), run.model(policy).frozen, compiled.as_text()
-        said = collectives(text, shape.size)
-        linked = link_seconds(said, device.card)
-        seconds = step_seconds(
-            kernels(text),
-            flops=flops + recomputed,
-            offloaded_bytes=memory.host - _host_bytes(frozen),
-            streamed_bytes=2 * config.training.gradient_accumulation_steps * _host_bytes(frozen.get("layers", {})),
-            card=device.card,
-            dtype=model.dtype,
-        )
-        return Planned(policy, memory, flops, recomputed, seconds + linked, tokens, shape, said, linked)
-
+    planner = _Planner(config, opened, device, progress, shape)
     found: dict[str, Planned] = {}
     refused: dict[str, str] = {}
 
     def add(policy: str) -> None:
         try:
-            found[policy] = planned(policy)
+            found[policy] = planner.planned(policy)
         except ConfigError as error:  # it does not suit the model
             if policies is not None or policy == order[-1] and not found:
                 raise
@@ -164,14 +133,79 @@ def plan_run(
         add(policy)
     if policies is None and {"full", "projections"} <= found.keys():
         full, projections = (found[policy].memory.device for policy in ("full", "projections"))
-        if (partial := first_layers(room.device, full, projections, model.config.num_hidden_layers)) is not None:
+        layers = planner.run.model("full").config.num_hidden_layers
+        if (partial := first_layers(room.device, full, projections, layers)) is not None:
             add(partial)
     steps = list(found.values())
-    least = smallest(steps)
-    settings = []
+    least, settings = smallest(steps), []
     if least.memory.device > room.device:
-        settings = less_memory(run.config, run.model(least.policy), shape, least.policy, found.keys() | refused.keys())
-    return RunPlan(steps, refused, settings)
+        tried, model = found.keys() | refused.keys(), planner.run.model(least.policy)
+        settings = less_memory(planner.run.recipe.config, model, shape, least.policy, tried)
+    best = min((one for one in steps if room.holds(one.memory)), key=lambda one: one.seconds, default=None)
+    return RunPlan(steps, refused, settings, best)
+
+
+class _Planner:
+    """A run's step, compiled with one policy after another.
+
+    Attributes:
+        run: the shapes of the step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        opened: OpenShapes,
+        device: Device,
+        progress: Callable[[str], None],
+        shape: MeshShape,
+    ):
+        _check_dtype(config, device.card)
+        progress("shapes of the model")
+        self.run = run = _shapes(config, opened, device, shape.replicas)
+        self._config, self._device, self._progress, self._shape = config, device, progress, shape
+        self._mesh = open_mesh(shape, device.devices if shape.size > 1 else None)
+        model, reference = run.model("full"), config.preferences.reference_in_step
+        flops = flops_per_token(model.config, model.trainable, config.model.max_seq_length, reference=reference)
+        self._flops = flops * run.batch.tokens.size / shape.size
+        progress("products of the step")
+        # MLPs by chunks are computed again under any policy; with all tokens at once each product is there once.
+        whole = run
+        if isinstance(config.model.mlp_chunk, int):
+            unchunked = dataclasses.replace(config.model, mlp_chunk=None)
+            whole = _shapes(dataclasses.replace(config, model=unchunked), opened, device, shape.replicas)
+        self._once = self._products("none", whole)
+
+    def _products(self, policy: str, run: RunShapes) -> float:
+        """FLOPs of a device's products in a step."""
+        step, arguments = run.step(policy)
+        with plain_path():
+            return product_flops(step.trace(*arguments).jaxpr) / self._shape.size
+
+    def planned(self, policy: str) -> Planned:
+        """The step with a policy.
+
+        Args:
+            policy: of rematerialisation.
+        """
+        card, model = self._device.card, self.run.model(policy)
+        self._progress(f"compiling for {card.device_kind}: {policy}")
+        recomputed = max(0.0, self._products(policy, self.run) - self._once)
+        compiled = _compiled(self.run, policy, self._device, self._mesh)
+        memory, text = StepMemory.of(compiled), compiled.as_text()
+        said = collectives(text, self._shape.size)
+        linked, frozen = link_seconds(said, card), model.frozen
+        accumulation = self._config.training.gradient_accumulation_steps
+        seconds = step_seconds(
+            kernels(text),
+            flops=self._flops + recomputed,
+            offloaded_bytes=memory.host - _host_bytes(frozen),
+            streamed_bytes=2 * accumulation * _host_bytes(frozen.get("layers", {})),
+            card=card,
+            dtype=model.dtype,
+        )
+        tokens = self.run.batch.tokens.size
+        return Planned(policy, memory, self._flops, recomputed, seconds + linked, tokens, self._shape, said, linked)
 
 
 def smallest(planned: Sequence[Planned]) -> Planned:
@@ -181,16 +215,6 @@ def smallest(planned: Sequence[Planned]) -> Planned:
         planned: the steps.
     """
     return min(planned, key=lambda one: one.memory.device)
-
-
-def fastest(planned: Sequence[Planned], room: Room) -> Planned | None:
-    """The fastest step that fits; None: none fits.
-
-    Args:
-        planned: the steps.
-        room: what it may take.
-    """
-    return min((one for one in planned if room.holds(one.memory)), key=lambda one: one.seconds, default=None)
 
 
 def longest_rows(
@@ -236,16 +260,9 @@ def longest_rows(
 
 def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: int = 1) -> RunShapes:
     options = DETERMINISTIC if config.training.deterministic else None
+    recipe = StepRecipe.of(config, _STEPS, compiler_options=options)
     with device.tracing():
-        return RunShapes(config, opened, _STEPS, None, options, replicas)
-
-
-def _unchunked(config: TrainConfig, run: RunShapes, opened: OpenShapes, device: Device, replicas: int) -> RunShapes:
-    """The run with MLPs that take all tokens at once: those by chunks are computed again under any policy."""
-    if not isinstance(config.model.mlp_chunk, int):
-        return run
-    whole = dataclasses.replace(config, model=dataclasses.replace(config.model, mlp_chunk=None))
-    return _shapes(whole, opened, device, replicas)
+        return RunShapes(recipe, opened, replicas)
 
 
 def _compiled(run: RunShapes, policy: str, device: Device, mesh: Mesh | None) -> Any:

@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
@@ -19,18 +20,31 @@ from fastjax.language_model import LanguageModel
 from fastjax.language_model.variants import with_checkpointing
 from fastjax.quantization import read_in_place
 from fastjax.runs.messages import say
-from fastjax.runs.model import initial_state, run_optimizer, run_shapes
-from fastjax.runs.opening import OpenModel, OpenShapes
-from fastjax.training.config import ParallelSection, TrainConfig
+from fastjax.runs.model import run_shapes
+from fastjax.runs.opening import OpenShapes
+from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss, loss_sums
+from fastjax.training.optimizers import make_optimizer
 from fastjax.training.placement import start_on_mesh, sums_apart
 from fastjax.training.preferences import LOSSES
-from fastjax.training.step import TrainState, make_train_step
+from fastjax.training.step import TrainState, init_state, make_train_step
 from pallas_kernels import dispatch
 from pallas_kernels.shard_gather import why_not_peers
 
 #: Documents a row of preferences where the data are not known.
 _DOCUMENTS = 8
+
+
+class OwnOptimizer(NamedTuple):
+    """An optimizer of a program's own.
+
+    Attributes:
+        rule: an optax transformation.
+        schedule: updates made -> learning rate, for the metrics; None: it is not known.
+    """
+
+    rule: optax.GradientTransformation
+    schedule: Callable[[Any], Any] | None = None
 
 
 def run_loss(config: TrainConfig) -> Loss:
@@ -52,39 +66,128 @@ def run_loss(config: TrainConfig) -> Loss:
     )
 
 
-def run_step(
-    config: TrainConfig,
-    model: LanguageModel,
-    total_steps: int,
-    loss: Loss,
-    compiler_options: Mapping[str, Any] | None,
-    mesh: Mesh | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-) -> Callable[..., Any]:
-    """The jitted train step of a run (`training.step.make_train_step`).
+@dataclasses.dataclass(frozen=True)
+class StepRecipe:
+    """What a run's train step is made of beside its model: training, its plan and its export make the same step.
 
-    Args:
+    Attributes:
         config: the run.
-        model: its model, or one of shapes.
-        total_steps: of the run, for the schedule.
         loss: of a microbatch.
-        compiler_options: XLA's.
-        mesh: of several devices; None: there is one.
-        optimizer: in place of the settings' own.
+        optimizer: of the trained arrays.
+        learning_rates: of all steps, where the optimizer's state does not hold them; float32 [total steps].
+        compiler_options: XLA's; None: nothing to set.
+        documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no such.
     """
-    return make_train_step(
-        model.graphdef,
-        optimizer or run_optimizer(config, total_steps),
-        model.trainable_filter,
-        loss=loss,
-        accumulation_dtype=config.training.accumulation_dtype,
-        loss_scale_window=config.training.loss_scale_window,
-        mesh=mesh,
-        gradient_exchange=config.parallel.gradient_exchange,
-        sum_once=sums_once(model, mesh, config),
-        quantize_from=config.training.quantization.start_step if config.training.quantization else 0,
-        compiler_options=compiler_options,
-    )
+
+    config: TrainConfig
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    learning_rates: np.ndarray | None = None
+    compiler_options: Mapping[str, Any] | None = None
+    documents_per_row: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        total_steps: int,
+        *,
+        loss: Loss | None = None,
+        optimizer: OwnOptimizer | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+        documents_per_row: int | None = None,
+    ) -> "StepRecipe":
+        """The recipe of a run's settings.
+
+        Args:
+            config: the run.
+            total_steps: of the run, for the schedule.
+            loss: in place of the settings' own.
+            optimizer: in place of the settings' own.
+            compiler_options: XLA's.
+            documents_per_row: of preferences.
+        """
+        if optimizer is None:
+            own = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
+            optimizer = OwnOptimizer(own)
+        (rule, schedule), rates = optimizer, None
+        if schedule is not None:
+            rates = np.asarray([float(schedule(jnp.int32(update))) for update in range(total_steps)], np.float32)
+        return cls(config, loss or run_loss(config), rule, rates, compiler_options, documents_per_row)
+
+    def step(self, model: LanguageModel, mesh: Mesh | None = None) -> Callable[..., Any]:
+        """The jitted train step (`training.step.make_train_step`).
+
+        Args:
+            model: the run's, or one of shapes.
+            mesh: of several devices; None: there is one.
+        """
+        training = self.config.training
+        return make_train_step(
+            model.graphdef,
+            self.optimizer,
+            model.trainable_filter,
+            loss=self.loss,
+            accumulation_dtype=training.accumulation_dtype,
+            loss_scale_window=training.loss_scale_window,
+            mesh=mesh,
+            gradient_exchange=self._exchange(mesh),
+            sum_once=sums_once(model, mesh, self.config),
+            quantize_from=training.quantization.start_step if training.quantization else 0,
+            learning_rates=self.learning_rates,
+            compiler_options=self.compiler_options,
+        )
+
+    def state(self, model: LanguageModel, mesh: Mesh | None = None, replicas: int = 1) -> TrainState:
+        """The state before the first step.
+
+        Args:
+            model: with the trained arrays' initial values.
+            mesh: of several devices; None: there is one.
+            replicas: parts in which the devices take a step's rows.
+        """
+        training = self.config.training
+        scale = training.initial_loss_scale if model.dtype == jnp.float16 else None
+        exchange, key = self._exchange(mesh), jax.random.key(training.seed)
+        return init_state(model.trainable, self.optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
+
+    def _exchange(self, mesh: Mesh | None) -> str:
+        return "float32" if mesh is None else self.config.parallel.gradient_exchange  # of one device nothing travels
+
+    def batch(self, replicas: int = 1) -> Batch:
+        """The shapes of a batch.
+
+        Args:
+            replicas: parts in which the devices take a step's rows.
+        """
+        config, training = self.config, self.config.training
+        rows = training.per_device_train_batch_size * replicas
+        shape = (training.gradient_accumulation_steps, rows, config.model.max_seq_length)
+        array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+        if config.preferences.loss is None:
+            return Batch(array, array, array, array)
+        places = (*shape[:2], self.documents_per_row or _DOCUMENTS)
+        fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
+        fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
+        extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
+        return Batch(array, array, array, array, extra)
+
+    def start(self, model: LanguageModel, step: Any, mesh: Mesh | None, replicas: int) -> tuple[TrainState, Any]:
+        """The state before the first step and the frozen weights, on a mesh each array made or put in its parts.
+
+        Args:
+            model: with the trained arrays' initial values.
+            step: of `step`, on the mesh.
+            mesh: of several devices; None: there is one.
+            replicas: parts in which the devices take a step's rows.
+        """
+        if mesh is None:
+            return self.state(model), model.frozen
+
+        def begin(trainable: Any) -> TrainState:
+            return self.state(model.replace(trainable=trainable), mesh, replicas)
+
+        return start_on_mesh(begin, model.trainable, model.frozen, self.batch(replicas), step)
 
 
 def sums_once(model: LanguageModel, mesh: Mesh | None, config: TrainConfig | None = None) -> bool:
@@ -169,95 +272,33 @@ def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., An
     return step
 
 
-def batch_shapes(config: TrainConfig, replicas: int, documents_per_row: int | None) -> Batch:
-    """The shapes of a run's batches.
-
-    Args:
-        config: the run.
-        replicas: parts in which the devices take a step's rows.
-        documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no such.
-    """
-    training, length = config.training, config.model.max_seq_length
-    shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size * replicas, length)
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    if config.preferences.loss is None:
-        return Batch(array, array, array, array)
-    places = (*shape[:2], documents_per_row or _DOCUMENTS)
-    fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
-    fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
-    extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
-    return Batch(array, array, array, array, extra)
-
-
-def on_mesh(
-    config: TrainConfig,
-    model: LanguageModel,
-    total_steps: int,
-    step: Any,
-    replicas: int,
-    documents_per_row: int | None = None,
-) -> tuple[TrainState, Any]:
-    """The state before the first step and the frozen weights, each array made or put in its parts on the mesh.
-
-    Args:
-        config: the run.
-        model: with the trained arrays' initial values.
-        total_steps: of the run.
-        step: of `run_step`, on the mesh.
-        replicas: parts in which the devices take a step's rows.
-        documents_per_row: as of `batch_shapes`.
-    """
-
-    def begin(trainable: Any) -> TrainState:
-        return initial_state(config, model.replace(trainable=trainable), total_steps, replicas)
-
-    batch = batch_shapes(config, replicas, documents_per_row)
-    return start_on_mesh(begin, model.trainable, model.frozen, batch, step)
-
-
 class RunShapes:
     """A run's train step by policy of rematerialisation, with shapes for arrays: no weight is read, no array is made.
 
     Attributes:
-        config: the run, its compute dtype settled.
+        recipe: of the step, the settings' compute dtype settled.
         batch: shapes of a batch.
         partial: whether the first layers may get a policy of their own: a model in memory keeps its layers' stacks, and
             layers of one stack have one policy.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: OpenModel | OpenShapes | LanguageModel,
-        total_steps: int,
-        loss: Loss | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
-        replicas: int = 1,
-        documents_per_row: int | None = None,
-        optimizer: optax.GradientTransformation | None = None,
-    ):
+    def __init__(self, recipe: StepRecipe, model: OpenShapes | LanguageModel, replicas: int = 1):
         """Make the shapes, for the device that is traced for here.
 
         Args:
-            config: the run.
-            model: its model, in memory or not.
-            total_steps: of the run.
-            loss: in place of the settings' own.
-            compiler_options: XLA's.
+            recipe: of the step.
+            model: the run's, in memory or not.
             replicas: parts in which the devices take a step's rows.
-            documents_per_row: as of `batch_shapes`.
-            optimizer: in place of the settings' own.
         """
-        self.batch = batch_shapes(config, replicas, documents_per_row)
-        self._total_steps, self._options, self._optimizer = total_steps, compiler_options, optimizer
-        self._loss = loss or run_loss(config)
-        self.partial = not isinstance(model, LanguageModel)
+        config = recipe.config
         if isinstance(model, LanguageModel):
             trainable, frozen = jax.tree.map(_shape, (model.trainable, model.frozen))
             self._opened, self._whole = None, model.replace(trainable=trainable, frozen=frozen)
         else:
             self._opened, self._whole = model, run_shapes(with_policy(config, "full"), model)
-        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
+        settled = dataclasses.replace(config.model, dtype=str(self._whole.dtype))
+        self.recipe = dataclasses.replace(recipe, config=dataclasses.replace(config, model=settled))
+        self.batch, self.partial, self._replicas = recipe.batch(replicas), self._opened is not None, replicas
 
     @property
     def model_bytes(self) -> int:
@@ -265,14 +306,14 @@ class RunShapes:
         return device_bytes((self._whole.trainable, self._whole.frozen))
 
     @property
-    def frozen_bytes(self) -> int:
-        """Bytes of the frozen ones, likewise."""
-        return device_bytes(self._whole.frozen)
+    def resident_bytes(self) -> int:
+        """Bytes of the step's arrays that are on the device already: the frozen weights of a model in memory."""
+        return 0 if self.partial else device_bytes(self._whole.frozen)
 
     def model(self, policy: str) -> LanguageModel:
         """The model; where it is not in memory, "NAME:k" may have stacks of its own."""
         if self._opened is not None and ":" in policy:
-            return run_shapes(with_policy(self.config, policy), self._opened)
+            return run_shapes(with_policy(self.recipe.config, policy), self._opened)
         return with_checkpointing(self._whole, policy)
 
     def step(self, policy: str, mesh: Mesh | None = None) -> tuple[Any, tuple[Any, Any, Batch]]:
@@ -285,17 +326,12 @@ class RunShapes:
         Raises:
             ConfigError: the policy does not suit the model.
         """
-        model, config = self.model(policy), self.config
-        if mesh is None:  # nothing is exchanged
-            config = dataclasses.replace(config, parallel=ParallelSection())
-        replicas = self.batch.tokens.shape[1] // config.training.per_device_train_batch_size
-        step = run_step(config, model, self._total_steps, self._loss, self._options, mesh, self._optimizer)
+        model = self.model(policy)
 
         def begin(trainable: Any) -> TrainState:
-            own = model.replace(trainable=trainable)
-            return initial_state(config, own, self._total_steps, replicas, optimizer=self._optimizer)
+            return self.recipe.state(model.replace(trainable=trainable), mesh, self._replicas)
 
-        return step, (shapes_of(begin, model.trainable), model.frozen, self.batch)
+        return self.recipe.step(model, mesh), (shapes_of(begin, model.trainable), model.frozen, self.batch)
 
 
 def _shape(array: Any) -> Any:

@@ -1,7 +1,6 @@
 """Training from Python: a model, data in memory or in files, settings made in the program, over the loop of a run."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from rich.console import Console
 
@@ -21,29 +19,16 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of
 from fastjax.language_model.host import has_host_embedding, has_host_layers
-from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
+from fastjax.language_model.variants import with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
-from fastjax.runs.checkpointing import RunStep, compile_loaded
-from fastjax.runs.datasets import load_run_data
-from fastjax.runs.folder import claimed
-from fastjax.runs.identity import (
-    Identity,
-    arrays_fingerprint,
-    base_identity,
-    check_identity,
-    digest,
-    tokenizer_fingerprint,
-)
-from fastjax.runs.messages import say
-from fastjax.runs.model import check_vocabulary
+from fastjax.runs.checkpointing import compile_step
+from fastjax.runs.context import Evaluate, FineTuned, Run, perform
+from fastjax.runs.identity import base_identity, digest, run_identity
 from fastjax.runs.result import finished
-from fastjax.runs.resume import newest
-from fastjax.runs.settings_changes import check_settings
-from fastjax.runs.steps import RunShapes, run_loss
-from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
-from fastjax.training.checkpoint import Checkpoints
+from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, read_data, train
+from fastjax.runs.steps import OwnOptimizer, RunShapes
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -54,12 +39,9 @@ from fastjax.training.config import (
     TrainConfig,
     TrainingSection,
 )
-from fastjax.training.determinism import compiler_options
-from fastjax.training.loop import Startup
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Row, Sink
-from fastjax.training.profile import check_profile
-from fastjax.training.trackers import check_trackers
+from fastjax.training.observers import Startup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +49,7 @@ if TYPE_CHECKING:
 #: A data set: a path or its description, a `datasets.Dataset`, or an iterable of dicts.
 Data = str | Path | DataSource | Iterable[Mapping[str, Any]]
 #: An optimizer of one's own, alone or with its schedule (updates made -> learning rate).
-Optimizer = optax.GradientTransformation | tuple[optax.GradientTransformation, Callable[[Any], Any]]
+Optimizer = optax.GradientTransformation | tuple[optax.GradientTransformation, Callable[[Any], Any] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,15 +168,19 @@ class Trainer:
             "train": "train_dataset",
             "eval": None if eval_dataset is None else "eval_dataset",
         }
-        self._given: dict[str, list[OpenSource]] = {}
+        given: dict[str, list[OpenSource]] = {}
         for name, data in (("train", train_dataset), ("eval", eval_dataset)):
             if data is not None and (named := _named(data)) is not None:
                 self._paths[name] = named
             elif data is not None:
-                self._given[name] = [given_rows(data, self._paths[name], settings.columns)]
-        self._optimizer, self._console, self._ended = optimizer, console or Console(), False
-        own = [_Told(callback, self._end) for callback in callbacks]
-        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended, in_memory=True)
+                given[name] = [given_rows(data, self._paths[name], settings.columns)]
+        self._console, self._ended = console or Console(), False
+        told = [_Told(callback, self._end) for callback in callbacks]
+        if isinstance(optimizer, optax.GradientTransformation):
+            optimizer = (optimizer, None)
+        rule = None if optimizer is None else OwnOptimizer(*optimizer)
+        self._brought: dict[str, Any] = {"loss": loss, "evaluate": evaluate, "optimizer": rule, "given": given}
+        self._brought |= {"sinks": (*sinks, *told), "ended": lambda: self._ended}
         self._take(self.handle.value)
 
     def _take(self, model: LanguageModel) -> None:
@@ -219,7 +205,7 @@ class Trainer:
             )
         begun = self.config.holds_start or (settings.preferences.needs_reference and _is_trained(model))
         self._start = model.trainable if begun else None
-        if self._own.loss is None or settings.preferences.scores:
+        if self._brought["loss"] is None or settings.preferences.scores:
             _check_head(model, settings.preferences)
         self.model = ModelHandle(model.replace(tokenizer=self._tokenizer))
 
@@ -243,48 +229,17 @@ class Trainer:
         """
         if self.handle.value is not self._taken:
             self._take(self.handle.value)  # another trainer has trained it since
-        config, console, model = self.config, self._console, with_start(self.model.value, self._start)
-        self._ended, changed, resume = False, [], resume or config.output.resume
-        with claimed(config, resume=resume) as folder:
-            if resume and finished(folder, config):
-                raise ConfigError(
-                    f"resume: the run in {folder.path} is finished, its result is {folder.result}; load it "
-                    "(FastLanguageModel.load_adapter, or from_pretrained after full fine-tuning) or train anew"
-                )
-            checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
-            earlier = newest(checkpoints, console) if resume else None
-            if earlier is not None:
-                changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config), None)
-            check_trackers(config.output.report_to)
-            began, tell = time.perf_counter(), functools.partial(say, console)
-            now = None if earlier is None else earlier.now
-            data = load_run_data(config, model.tokenizer, tell, given=self._given, now=now)  # pyright: ignore[reportArgumentType]
-            check_profile(config.output, data.total_steps)
-            for name, became in data.statistics().items():
-                say(console, f"{name}: {became}")
-            identity = _identity(model, data, self._start)
-            if earlier is not None:
-                changed += check_identity(earlier.where, earlier.identity, identity)
-            check_vocabulary(model, data)
-            own = self._own._replace(optimizer=_rule(self._optimizer, data.total_steps))
-            loaded = time.perf_counter() - began
-            rule = None if own.optimizer is None else own.optimizer[0]
-            options = compiler_options(config.training.deterministic, folder.path)
-            facts = data.total_steps, own.loss or run_loss(config), options, 1, data.documents_per_row, rule
-            before = None if earlier is None else earlier.checkpointing
-            step = compile_loaded(RunShapes(config, model, *facts), before, tell)
-            step = step or RunStep(model.execution.remat, None, MeshShape())
-            auto = model.remat_auto  # a later run chooses anew
-            model = with_checkpointing(model, step.policy).replace(remat_auto=auto)
-            checkpoints.extra = describe(config, data, identity, step.policy, 1)
-            run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
-            startup = Startup(loaded, time.perf_counter() - began - loaded)
-            try:
-                result = run.train(earlier, changed if resume else None, startup)
-            except BaseException:  # also what a callback raises
-                if (reached := run.reached()) is not None:
-                    self._keep(ModelHandle(with_start(reached, None)))
-                raise
+        self._ended = False
+        run = Run(self.config, self._console, resume or self.config.output.resume, **self._brought)
+        run.meshes, run.tokenizer, run.start = (MeshShape(),), self._tokenizer, self._start
+        run.model = with_start(self.model.value, self._start)
+        try:
+            inputs = (find_checkpoint, compare_settings, read_data, _identify, compare_inputs)
+            result = perform(run, (claim, _refuse_finished, *inputs, _compile, train))
+        except BaseException:  # also what a callback raises
+            if (reached := run.reached()) is not None:
+                self._keep(ModelHandle(with_start(reached, None)))
+            raise
         self._keep(result.model)
         return result
 
@@ -395,26 +350,29 @@ def _check_head(model: LanguageModel, preferences: PreferencesSection) -> None:
         )
 
 
-def _rule(optimizer: Optimizer | None, total: int) -> tuple[optax.GradientTransformation, np.ndarray] | None:
-    if optimizer is None:
-        return None
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer, np.full(total, np.nan, np.float32)
-    rule, schedule = optimizer
-    rates = np.asarray([float(schedule(jnp.int32(update))) for update in range(total)], np.float32)
-    return rule, rates
+def _refuse_finished(run: Run) -> None:
+    if run.resume and finished(run.folder, run.config):
+        raise ConfigError(
+            f"resume: the run in {run.folder.path} is finished, its result is {run.folder.result}; load it "
+            "(FastLanguageModel.load_adapter, or from_pretrained after full fine-tuning) or train anew"
+        )
 
 
-def _identity(model: LanguageModel, data: Any, start: Any) -> Identity:
-    """The fingerprints of the run's inputs; what the model has learnt before is among them as its reference alone."""
-    if model.folder is None:
-        base = {"model": digest(str(sorted(model.hf_config.items())))}
+def _identify(run: Run) -> None:
+    """Take the fingerprints of the inputs; what the model has learnt before is among them as its reference alone."""
+    folder = run.model.folder
+    if folder is None:
+        base = {"model": digest(str(sorted(run.model.hf_config.items())))}
     else:
-        base = base_identity(open_checkpoint(model.folder))
-    return Identity(
-        **base,
-        data=data.train.fingerprint,
-        tokenizer=tokenizer_fingerprint(model.tokenizer),  # pyright: ignore[reportArgumentType]
-        held_out=None if data.held_out is None else data.held_out.fingerprint,
-        start=None if start is None else arrays_fingerprint(start),
-    )
+        base = base_identity(open_checkpoint(folder))
+    run.identity = run_identity(run.data, run.tokenizer, base, start=run.start)
+
+
+def _compile(run: Run) -> None:
+    """Compile the step for the model, which gets its policy of rematerialisation."""
+    began, model = time.perf_counter(), run.model
+    earlier = None if run.earlier is None else run.earlier.checkpointing
+    run.step = compile_step(run.config, lambda _: RunShapes(run.recipe, model), run.meshes, earlier, run.tell)
+    chosen = with_checkpointing(model, run.step.policy)
+    run.model = chosen.replace(remat_auto=model.remat_auto)  # a later run chooses anew
+    run.startup = Startup(began - run.began, time.perf_counter() - began)

@@ -1,8 +1,8 @@
 """What trainers with TRL's names have in common: its methods, over a `Trainer`."""
 
 from fastjax.language_model import ModelHandle
+from fastjax.runs.context import FineTuned
 from fastjax.runs.trainer import Trainer
-from fastjax.runs.training_run import FineTuned
 
 
 class TRLTrainer:

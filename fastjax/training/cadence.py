@@ -39,9 +39,11 @@ class Actions(NamedTuple):
 
 
 class Cadence(NamedTuple):
-    """Intervals in steps; None: never.
+    """The steps of a run, and intervals in steps; None: never.
 
     Attributes:
+        total: steps of the run.
+        held_out: whether there are held-out data.
         evaluate: every so many steps; the last always.
         save: every so many steps; then the last too, which early stopping may make of any.
         save_best: save whenever the held-out loss is the lowest so far.
@@ -49,26 +51,24 @@ class Cadence(NamedTuple):
         threshold: how much lower a held-out loss must be to be better, in nats.
     """
 
+    total: int
+    held_out: bool = False
     evaluate: int | None = None
     save: int | None = None
     save_best: bool = False
     patience: int | None = None
     threshold: float = 0.0
 
-    def after(
-        self, progress: Progress, total: int, *, evaluated: bool = False, held_out: bool = True, signalled: bool = False
-    ) -> Actions:
+    def after(self, progress: Progress, *, evaluated: bool = False, signalled: bool = False) -> Actions:
         """The actions after a step.
 
         Args:
             progress: of the run, this step included; after an evaluation as `judged` returns it.
-            total: steps of the run.
             evaluated: whether the evaluation of this step is done.
-            held_out: whether there are held-out data.
             signalled: whether a signal wants the run to end.
         """
-        step, last = progress.step, progress.step == total
-        if held_out and not evaluated and (last or _due(self.evaluate, step)):
+        step, last = progress.step, progress.step == self.total
+        if self.held_out and not evaluated and (last or _due(self.evaluate, step)):
             return Actions(evaluate=True)
         stop = None
         if last:

@@ -18,6 +18,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
+from fastjax.training.loop import Loop, Observer, Step
 from fastjax.training.optimizers.alike import Alike
 
 
@@ -59,7 +60,7 @@ def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
     return Alike(tree).vectors(norms, tree)
 
 
-class GradientCheck:
+class GradientCheck(Observer):
     """Checks the first steps' gradients until every leaf is judged."""
 
     def __init__(self, names: Sequence[str], may_be_zero: Callable[[str], bool] = lambda name: False):
@@ -73,6 +74,12 @@ class GradientCheck:
         self._largest = np.zeros(len(names), np.float32)
         self._moved = False
         self.done = False
+
+    def measured(self, loop: Loop, step: Step) -> None:
+        """Record a step, if it is finite; see `step`."""
+        if step.finite:
+            rate = float(step.values.get("learning_rate", np.nan))
+            self.step(step.values["squared_norms"], rate, last=step.number == loop.cadence.total)
 
     def step(self, norms: np.ndarray, learning_rate: float, *, last: bool) -> None:
         """Record a finite step.

@@ -8,6 +8,7 @@ import jax
 
 from fastjax.errors import ConfigError
 from fastjax.training.config import OutputSection
+from fastjax.training.loop import Loop, Observer
 
 #: Endings of a trace's files, for xprof and for Perfetto; before them stands the host's name.
 _ENDINGS = (".xplane.pb", ".trace.json.gz")
@@ -29,7 +30,7 @@ def check_profile(output: OutputSection, total: int) -> None:
         raise ConfigError(f"output.profile_rank: expected a rank of {count} processes, got {output.profile_rank}")
 
 
-class StepProfile:
+class StepProfile(Observer):
     """A context in which some steps are traced; one that ends before the last of them keeps those that were taken.
 
     A trace that cannot be made is told, and the run goes on.
@@ -53,18 +54,24 @@ class StepProfile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if self._running:
-            self.stop(self._begun)
+            self._stop(self._begun)
 
-    def begins_with(self, step: int) -> bool:
-        """Whether the trace is to begin before a step: the first one, or where a resumed run comes upon the others."""
-        return not self._running and self._first <= step <= self._last
+    def before(self, loop: Loop) -> None:
+        """Begin the trace before its first step, or where a resumed run comes upon the others."""
+        if not self._running and self._first <= loop.progress.step + 1 <= self._last:
+            loop.read()  # the step ahead is over: the trace has whole steps
+            loop.waits(None)
+            self._start(loop.progress.step + 1)
 
-    def ends_with(self, step: int) -> bool:
-        """Whether the trace is to end after a step."""
-        return self._running and step == self._last
+    def after(self, loop: Loop) -> None:
+        """End the trace after its last step."""
+        if self._running and loop.progress.step == self._last:
+            loop.read()
+            loop.waits(None)
+            self._stop(loop.progress.step)
+            loop.waits(None)
 
-    def start(self, step: int) -> None:
-        """Begin the trace with a step."""
+    def _start(self, step: int) -> None:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python's would slow the host down
         try:
@@ -74,8 +81,8 @@ class StepProfile:
         else:
             self._running, self._begun = True, step
 
-    def stop(self, step: int) -> None:
-        """End the trace with a step, and write it."""
+    def _stop(self, step: int) -> None:
+        """Write the trace, whose last step is this one."""
         self._running, before = False, set(self._folder.rglob("*"))
         try:
             jax.profiler.stop_trace()

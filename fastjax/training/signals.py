@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fastjax.training.loop import Loop, Observer
 
-class StopSignals:
+
+class StopSignals(Observer):
     """A context that records the first SIGTERM, SIGHUP or SIGINT; a second SIGINT ends the process at once.
 
     A SIGHUP that is ignored, as under nohup, stays ignored. If the terminal is lost with it, later output to it is
@@ -42,8 +44,9 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         self._previous.clear()
 
-    def sync(self) -> None:
-        """Nothing: there is one process."""
+    def after(self, loop: Loop) -> None:
+        """Tell the loop."""
+        loop.signalled = self.received is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -59,7 +62,7 @@ class StopSignals:
                 os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())
 
 
-class SharedStop:
+class SharedStop(Observer):
     """The signal that ends the processes of a run at the same step: one that any of them has got.
 
     Each step they say what they have got, and read what all had got at the step before: nothing waits for it.
@@ -81,13 +84,14 @@ class SharedStop:
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
         self._size = mesh.size
 
-    def sync(self) -> None:
+    def after(self, loop: Loop) -> None:
         """Read what was sent a step ago, and send what came since; every process, once a step."""
         if self._sent is not None and self.received is None and (found := int(self._sent)):
             self.received = signal.Signals(found)
         number = 0 if self._own.received is None else int(self._own.received)
         flags = np.full(self._size, number, np.int32)
         self._sent = self._largest(jax.make_array_from_callback(flags.shape, self._flags, lambda index: flags[index]))
+        loop.signalled = self.received is not None
 
 
 def _drop_lost_terminal() -> None:

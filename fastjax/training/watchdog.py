@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from fastjax.training.loop import Observer
+
 #: Exit status of a process that the watchdog ends.
 STATUS = 1
 #: Seconds, and times the slowest of the last, that something may take which has come before.
@@ -22,7 +24,7 @@ FLOOR, TIMES = 300.0, 10
 _AT_MOST = 60.0
 
 
-class Watchdog:
+class Watchdog(Observer):
     """A context in which each thing that is waited for must come in time."""
 
     def __init__(
@@ -56,7 +58,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._over.set()
 
-    def watch(self, what: str | None, usual: float | None = None) -> None:
+    def waits(self, what: str | None, usual: float | None = None) -> None:
         """Begin to wait for something new.
 
         Args:
@@ -68,7 +70,7 @@ class Watchdog:
     def restart(self) -> None:
         """Begin to wait anew: a part has come of what is waited for."""
         if self._waits is not None:
-            self.watch(*self._waits[1:])
+            self.waits(*self._waits[1:])
 
     def _run(self) -> None:
         assert self._timeout is not None

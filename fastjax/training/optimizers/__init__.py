@@ -3,15 +3,15 @@
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.api import make_optimizer
 from fastjax.training.optimizers.groups import decays, group_factors, rate_groups
-from fastjax.training.optimizers.schedules import LearningRates, learning_rates, make_schedule
+from fastjax.training.optimizers.schedules import LearningRates, make_schedule, rates_by_step
 
 __all__ = [
     "LearningRates",
     "OptimizerConfig",
     "decays",
     "group_factors",
-    "learning_rates",
     "make_optimizer",
     "make_schedule",
     "rate_groups",
+    "rates_by_step",
 ]

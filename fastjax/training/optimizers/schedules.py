@@ -6,13 +6,13 @@ MiniCPM, Hu et al., arXiv 2404.06395.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fastjax.training.config import OptimizerConfig
 
@@ -75,15 +75,22 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return schedule
 
 
-def learning_rates(config: OptimizerConfig, total_steps: int) -> np.ndarray:
-    """The learning rate of every step of a run, on the host: float32 [total_steps].
-
-    It holds for weights of factor 1 in `groups.group_factors`.
-    """
-    return rates_by_step(config, total_steps)[:total_steps]
-
-
 def rates_by_step(config: OptimizerConfig, total_steps: int) -> np.ndarray:
-    """The same up to the next multiple of BLOCK, the values of the schedule after its end included."""
+    """The learning rate of every step, on the host: float32 [`total_steps` up to the next multiple of BLOCK].
+
+    It holds for weights of factor 1 in `groups.group_factors`; after the end of the run it is the schedule's.
+    """
     with jax.ensure_compile_time_eval():  # numbers, also where a function that is traced makes the optimizer
         return np.asarray(make_schedule(config, total_steps)(jnp.arange(-(-total_steps // BLOCK) * BLOCK)))
+
+
+def rate_in_state(opt_state: Any, updates: Int[Array, ""]) -> Float[Array, ""] | None:
+    """The learning rate of an update, from the optimizer's state; None: the optimizer has none there.
+
+    Args:
+        opt_state: of `make_optimizer`'s transformation, or of a chain with it.
+        updates: made before.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LearningRates))
+    found = next((node for node in nodes if isinstance(node, LearningRates)), None)
+    return None if found is None else jax.lax.dynamic_index_in_dim(found.by_step, updates, keepdims=False)

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 @pytest.fixture
 def no_report(monkeypatch):
     """A third of the time of so short a run; nothing here looks at it."""
-    monkeypatch.setattr("fastjax.runs.training_run.write_report", lambda *args, **kwargs: None)
+    monkeypatch.setattr("fastjax.runs.reporting.write_report", lambda *args, **kwargs: None)
 
 
 def without_the_model(model, trainable, rows, *, key):

@@ -18,7 +18,7 @@ from fastjax.planning import aot
 from fastjax.planning.collectives import Collective
 from fastjax.planning.memory import ALLOCATOR_BYTES, Room, StepMemory
 from fastjax.runs.plan import Planned, RunPlan
-from fastjax.training import step
+from fastjax.training import compiled
 from pallas_kernels.cards import CARDS
 from tests.support.aot import QUICK_CODE, needs_cuda_plugin
 from tests.support.runs import config
@@ -41,7 +41,7 @@ def settings(chat_folder, tmp_path):
 @pytest.fixture
 def quickly(monkeypatch):
     """Code is made in the quickest way: plans read the program before it is made."""
-    monkeypatch.setattr(step, "COMPILER_OPTIONS", {**step.COMPILER_OPTIONS, **QUICK_CODE})
+    monkeypatch.setattr(compiled, "COMPILER_OPTIONS", {**compiled.COMPILER_OPTIONS, **QUICK_CODE})
 
 
 @needs_cuda_plugin
@@ -146,7 +146,7 @@ def test_the_longest_row_of_a_card_that_compiles_nothing(settings, tmp_path, cap
     measured = []
 
     def compiled(run, policy, device, mesh):
-        measured.append((run.config.model.max_seq_length, policy))
+        measured.append((run.recipe.config.model.max_seq_length, policy))
         names = ("output", "alias", "generated_code", "host_argument", "host_output", "host_alias", "host_temp")
         sizes = {f"{name}_size_in_bytes": 0 for name in (*names, "argument")}
         sizes["temp_size_in_bytes"] = 10**6 * measured[-1][0]
@@ -177,10 +177,10 @@ class Nothing:
         return contextlib.nullcontext()
 
 
-def shown(plan, room, best, **training):
+def shown(plan, room, **training):
     """What is printed of a plan."""
     console = Console(file=io.StringIO(), width=120)
-    plan_tables.show(console, config(training=training), CARDS["h200"], plan, room, best)
+    plan_tables.show(console, config(training=training), CARDS["h200"], plan, room)
     return console.file.getvalue().splitlines()
 
 
@@ -190,15 +190,15 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     step = StepMemory(101 * 10**9, 98 * 10**9, 138 * 10**9)
     sent = (Collective("all-gather", 64, 25e9),)
     row = Planned("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
-    plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, ())
+    plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, (), row)
     room = Room(2.2e11, 2e11)
-    lines = shown(plan, room, row)
+    lines = shown(plan, room)
     (titles,) = (line for line in lines if re.search(r"TFLOP .*tokens/s +fits", line))
     (cells,) = (line for line in lines if line.strip().startswith("offload_projections "))
     assert max(map(len, (titles, cells))) <= 120
     assert re.search(r" 138\.00 +5,854\.5 +9% ", cells)
     assert "offload is left out: layer_loop: expected 'scan', got layers one by one." in lines
-    content = plan_tables.content(CARDS["h200"], plan, room, row)
+    content = plan_tables.content(CARDS["h200"], plan, room)
     assert content["refused"] == plan.refused and content["policies"][0]["model_flops"] == 5361.5e12
 
 
@@ -211,7 +211,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
 )
 def test_the_way_out_where_nothing_fits(settings, rows, said):
     row = Planned("full", StepMemory(9 * 10**9, 10**9, 0), 1e12, 1e11, 0.1, 4096)
-    lines = shown(RunPlan([row], {}, settings), Room(5e9), None, per_device_train_batch_size=rows)
+    lines = shown(RunPlan([row], {}, settings), Room(5e9), per_device_train_batch_size=rows)
     assert any("nothing fits in 5.0 GB of the card's 150.1: full needs 10.5 GB. " + said in line for line in lines)
 
 

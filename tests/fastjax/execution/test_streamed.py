@@ -17,8 +17,9 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.host import with_host_layers
 from fastjax.language_model.variants import with_checkpointing
 from fastjax.parallel import make_mesh
+from fastjax.training.compiled import COMPILER_OPTIONS
 from fastjax.training.loss import loss_sums
-from fastjax.training.step import COMPILER_OPTIONS, init_state, make_train_step
+from fastjax.training.step import init_state, make_train_step
 from tests.support import families, steps, tiny
 from tests.support.aot import AOT, needs_cuda_plugin
 

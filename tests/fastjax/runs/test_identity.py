@@ -12,7 +12,7 @@ import pytest
 from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError
-from fastjax.runs.identity import Identity, check_identity, model_fingerprint, run_identity, tensors_fingerprint
+from fastjax.runs.identity import Identity, check_identity, model_fingerprint, opened_identity, tensors_fingerprint
 from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
 from tests.support import chat
@@ -121,7 +121,7 @@ def run(tmp_path):
         write_adapter(adapter, dataclasses.replace(settings, **changes), arrays)
 
     def identity():
-        return run_identity(data, open_model(config))
+        return opened_identity(data, open_model(config))
 
     write()
     return SimpleNamespace(base=base, write=write, identity=identity)

@@ -12,6 +12,7 @@ from fastjax.data import new_tokens, tokenizer
 from fastjax.language_model.saving import save_pretrained
 from fastjax.models import outline
 from fastjax.runs import opening
+from fastjax.runs.context import FineTuned
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.runs.training_run import TrainingRun
 from tests.support import chat
@@ -50,11 +51,13 @@ def test_a_run_opens_its_folders_once(tmp_path, monkeypatch, opened):
     }
     base = {("model", name): 1 for name in ("config.json", "model.safetensors", "tokenizer")}
 
-    def stop(run, *_):
-        stopped.append(run.model)
+    def stop(training):
+        stopped.append(training.run.model)
+        return FineTuned(*[None] * 4)
 
-    def saved(run, *_):
-        save_pretrained(run.model.replace(trainable=run.state.trainable), tmp_path / "adapter")
+    def saved(training):
+        save_pretrained(training.run.model.replace(trainable=training.state.trainable), tmp_path / "adapter")
+        return FineTuned(*[None] * 4)
 
     stopped = []
     monkeypatch.setattr(TrainingRun, "train", saved)

@@ -6,6 +6,7 @@ from fastjax.training.cadence import Actions, Cadence, Progress, interval
 
 GO_ON, LOOK = Actions(), Actions(evaluate=True)
 SAVE = Actions(log=True, save=True)
+FINISHED, PATIENCE = Actions(log=True, stop="finished"), Actions(log=True, stop="patience")
 
 
 def best(step, at=None, waited=0):
@@ -15,42 +16,52 @@ def best(step, at=None, waited=0):
 @pytest.mark.parametrize(
     ("cadence", "progress", "options", "expected"),
     [
-        (Cadence(), Progress(3), {}, GO_ON),
-        (Cadence(evaluate=2), Progress(3), {}, GO_ON),
-        (Cadence(evaluate=2), Progress(4), {}, LOOK),
-        (Cadence(evaluate=2), Progress(4), {"evaluated": True}, GO_ON),
-        (Cadence(evaluate=2), Progress(4), {"held_out": False}, GO_ON),
-        (Cadence(save=3), Progress(3), {}, SAVE),
-        (Cadence(save=3), Progress(4), {}, GO_ON),
-        (Cadence(evaluate=4, save=4), Progress(4), {}, LOOK),
-        (Cadence(evaluate=4, save=4), best(4, at=2, waited=1), {"evaluated": True}, SAVE),
+        (Cadence(9, True), Progress(3), {}, GO_ON),
+        (Cadence(9, True, evaluate=2), Progress(3), {}, GO_ON),
+        (Cadence(9, True, evaluate=2), Progress(4), {}, LOOK),
+        (Cadence(9, True, evaluate=2), Progress(4), {"evaluated": True}, GO_ON),
+        (Cadence(9, evaluate=2), Progress(4), {}, GO_ON),
+        (Cadence(9, True, save=3), Progress(3), {}, SAVE),
+        (Cadence(9, True, save=3), Progress(4), {}, GO_ON),
+        (Cadence(9, True, evaluate=4, save=4), Progress(4), {}, LOOK),
+        (Cadence(9, True, evaluate=4, save=4), best(4, at=2, waited=1), {"evaluated": True}, SAVE),
         # the best
-        (Cadence(evaluate=2, save_best=True), best(4), {"evaluated": True}, SAVE),
-        (Cadence(evaluate=2, save_best=True), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
-        (Cadence(evaluate=2), best(4), {"evaluated": True}, GO_ON),
+        (Cadence(9, True, evaluate=2, save_best=True), best(4), {"evaluated": True}, SAVE),
+        (Cadence(9, True, evaluate=2, save_best=True), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
+        (Cadence(9, True, evaluate=2), best(4), {"evaluated": True}, GO_ON),
         # the last step: 9
-        (Cadence(), Progress(9), {}, LOOK),
-        (Cadence(), Progress(9), {"held_out": False}, Actions(log=True, stop="finished")),
-        (Cadence(save=5), Progress(9), {"held_out": False}, Actions(log=True, save=True, stop="finished")),
-        (Cadence(save=5), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
-        (Cadence(save_best=True), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
-        (Cadence(), Progress(9), {"held_out": False, "signalled": True}, Actions(log=True, stop="finished")),
-        (Cadence(patience=1), best(9, at=2, waited=3), {"evaluated": True}, Actions(log=True, stop="finished")),
-        # patience
-        (Cadence(patience=2), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
-        (Cadence(patience=2), best(4, at=2, waited=2), {"evaluated": True}, Actions(log=True, stop="patience")),
-        (Cadence(patience=2), best(4, at=2, waited=2), {}, Actions(log=True, stop="patience")),
+        (Cadence(9, True), Progress(9), {}, LOOK),
+        (Cadence(9), Progress(9), {}, FINISHED),
+        (Cadence(9, save=5), Progress(9), {}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(9, True, save=5), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(9, True, save_best=True), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(9), Progress(9), {"signalled": True}, FINISHED),
         (
-            Cadence(save=5, patience=2),
+            Cadence(9, True, patience=1),
+            best(9, at=2, waited=3),
+            {"evaluated": True},
+            FINISHED,
+        ),
+        # patience
+        (Cadence(9, True, patience=2), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
+        (
+            Cadence(9, True, patience=2),
+            best(4, at=2, waited=2),
+            {"evaluated": True},
+            PATIENCE,
+        ),
+        (Cadence(9, True, patience=2), best(4, at=2, waited=2), {}, PATIENCE),
+        (
+            Cadence(9, True, save=5, patience=2),
             best(4, at=2, waited=2),
             {"evaluated": True, "signalled": True},
             Actions(log=True, save=True, stop="patience"),
         ),
         # a signal
-        (Cadence(), Progress(4), {"signalled": True}, Actions(log=True, save=True, stop="signal")),
-        (Cadence(evaluate=2), Progress(4), {"signalled": True}, LOOK),
+        (Cadence(9, True), Progress(4), {"signalled": True}, Actions(log=True, save=True, stop="signal")),
+        (Cadence(9, True, evaluate=2), Progress(4), {"signalled": True}, LOOK),
         (
-            Cadence(evaluate=2),
+            Cadence(9, True, evaluate=2),
             best(4),
             {"evaluated": True, "signalled": True},
             Actions(log=True, save=True, stop="signal"),
@@ -58,7 +69,7 @@ def best(step, at=None, waited=0):
     ],
 )
 def test_after_a_step_of_nine(cadence, progress, options, expected):
-    assert cadence.after(progress, 9, **options) == expected
+    assert cadence.after(progress, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,7 +81,7 @@ def test_intervals_in_a_run_of_25_steps(every, steps):
 
 
 def test_an_evaluation_is_better_by_more_than_the_threshold():
-    cadence = Cadence(threshold=0.1)
+    cadence = Cadence(9, True, threshold=0.1)
     first = cadence.judged(Progress(2, seconds=7.0), 3.0)
     assert first == Progress(2, 3.0, 2, 0, 7.0)
     worse = cadence.judged(first._replace(step=4), 2.95)
@@ -80,6 +91,6 @@ def test_an_evaluation_is_better_by_more_than_the_threshold():
 
 
 def test_patience_may_be_at_its_end_before_a_step():
-    assert Cadence(patience=2).exhausted(best(4, at=2, waited=2))
-    assert not Cadence(patience=3).exhausted(best(4, at=2, waited=2))
-    assert not Cadence().exhausted(best(4, at=2, waited=99))
+    assert Cadence(9, True, patience=2).exhausted(best(4, at=2, waited=2))
+    assert not Cadence(9, True, patience=3).exhausted(best(4, at=2, waited=2))
+    assert not Cadence(9, True).exhausted(best(4, at=2, waited=99))

@@ -12,10 +12,12 @@ from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import SaveFailed
+from fastjax.training.evaluation import AHEAD, run_evaluation
 from fastjax.training.health import GradientCheck
-from fastjax.training.loop import AHEAD, Startup, fit, run_evaluation
+from fastjax.training.loop import Observer, Reached, fit, sent_ahead
 from fastjax.training.loss import LossSums
-from fastjax.training.metrics import Evaluation
+from fastjax.training.metrics import Evaluation, Throughput
+from fastjax.training.observers import Evaluating, Finite, Metrics, Rows, Saving, Startup
 from fastjax.training.signals import StopSignals
 
 
@@ -25,7 +27,7 @@ class State(NamedTuple):
     halted: bool = False
 
 
-class Rows(list):
+class Kept(list):
     """A sink that keeps what it is given."""
 
     def write(self, row):
@@ -75,7 +77,7 @@ def batch(tokens: int = 6) -> Batch:
 def toy_step(log=None, bad=(), scale=None, norms=(1.0,), forward=True):
     """`bad` steps are not finite, their loss neither unless `forward` is False."""
 
-    def step(state, frozen, batch):
+    def step(state, batch):
         number = state.step + 1
         if log is not None:
             log.append(("dispatch", number))
@@ -87,7 +89,7 @@ def toy_step(log=None, bad=(), scale=None, norms=(1.0,), forward=True):
             "grad_norm": jnp.float32(0.5),
             "squared_norms": jnp.asarray(norms, jnp.float32),
             "finite": jnp.asarray(finite),
-            "updates": jnp.int32(state.trainable),
+            "learning_rate": jnp.float32(0.1 * (1 + state.trainable)),
         }
         if scale is not None:
             metrics |= {"loss_scale": jnp.float32(scale), "skipped_steps": jnp.int32(sum(b <= number for b in bad))}
@@ -97,15 +99,39 @@ def toy_step(log=None, bad=(), scale=None, norms=(1.0,), forward=True):
     return step
 
 
-def run(steps, step=None, *, batches=None, start=None, rows=None, **options):
-    start = start or Progress()
-    rows = Rows() if rows is None else rows
-    rates = np.linspace(0.1, 1.0, steps, dtype=np.float32)
+class Watching(Observer):
+    """Keeps what is waited for."""
+
+    def __init__(self, watched):
+        self.watched = watched
+
+    def waits(self, what, usual=None):
+        self.watched.append(what)
+
+
+def run(
+    steps,
+    step=None,
+    *,
+    batches=None,
+    start=None,
+    rows=None,
+    startup=None,
+    evaluate=None,
+    checkpoints=None,
+    explain=None,
+    cadence=None,
+    others=(),
+):
+    start, rows = start or Progress(), Kept() if rows is None else rows
     batches = [batch()] * (steps - start.step) if batches is None else batches
-    state = State(start.step, start.step)
-    return fit(
-        step or toy_step(), state, None, batches, learning_rates=rates, start=start, sinks=[rows], **options
-    ), rows
+    saving = None if checkpoints is None else Saving(checkpoints, start.step)
+    metrics = Metrics(Throughput(steps), startup)
+    found = [Rows([rows]), metrics, Finite(saving, explain), *others, evaluate and Evaluating(evaluate), saving]
+    cadence = (cadence or Cadence(steps))._replace(total=steps, held_out=evaluate is not None)
+    with sent_ahead(batches) as ready:
+        reached = Reached(State(start.step, start.step), start)
+        return fit(step or toy_step(), reached, ready, cadence, [one for one in found if one]), rows
 
 
 def test_one_row_a_step():
@@ -114,7 +140,7 @@ def test_one_row_a_step():
     assert fitted.complete and fitted.evaluation is None and fitted.progress.step == 3
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == pytest.approx([10, 5, 10 / 3])
-    assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.55, 1.0])
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.2, 0.3])
     assert {row["token_accuracy"] for row in rows} == {0.25}
     assert {row["num_tokens"] for row in rows} == {6}
     assert rows[0]["tokens_per_second"] is None  # the first step compiles
@@ -125,7 +151,7 @@ def test_one_row_a_step():
 def test_reads_a_step_while_the_next_one_runs():
     log = []
 
-    class Log(Rows):
+    class Log(Kept):
         def write(self, row):
             log.append(("report", row["step"]))
 
@@ -137,10 +163,10 @@ def test_reads_a_step_while_the_next_one_runs():
 def test_the_start_is_told_once_with_its_seconds():
     toy = toy_step()
 
-    def slow(state, frozen, batch):
+    def slow(state, batch):
         if state.step == 0:
             time.sleep(0.2)  # compiling
-        return toy(state, frozen, batch)
+        return toy(state, batch)
 
     _, rows = run(3, slow, startup=Startup(3.0))
     assert rows.events() == [(1, "started")]
@@ -157,7 +183,7 @@ def test_evaluates_every_few_steps_and_at_the_end():
         seen.append(trainable)
         return Evaluation(1.0, 0.5, 10, {"eval_exact": 0.25})
 
-    fitted, rows = run(5, evaluate=evaluate, cadence=Cadence(evaluate=2))
+    fitted, rows = run(5, evaluate=evaluate, cadence=Cadence(0, evaluate=2))
     assert seen == [2, 4, 5]
     assert fitted.evaluation is not None and fitted.evaluation.loss == 1.0
     kinds = [(row["step"], "loss" in row) for row in rows]
@@ -170,7 +196,7 @@ def test_evaluates_every_few_steps_and_at_the_end():
         "eval_num_targets": 10,
         "eval_exact": 0.25,
     }
-    assert run(4, evaluate=evaluate, cadence=Cadence(evaluate=2))[1][-1]["step"] == 4
+    assert run(4, evaluate=evaluate, cadence=Cadence(0, evaluate=2))[1][-1]["step"] == 4
     assert seen == [2, 4, 5, 2, 4]  # a last step that was evaluated already is not evaluated again
 
 
@@ -181,7 +207,7 @@ def losses(*values):
 
 def test_saves_every_few_steps_at_the_end_and_at_the_best():
     saves = Saves()
-    cadence = Cadence(evaluate=2, save=3, save_best=True)
+    cadence = Cadence(0, evaluate=2, save=3, save_best=True)
     fitted, rows = run(7, evaluate=losses(3.0, 2.0, 2.5, 2.4), cadence=cadence, checkpoints=saves)
     assert {step: state.step for step, (state, _) in saves.states.items()} == {2: 2, 3: 3, 4: 4, 6: 6, 7: 7}
     assert saves.states[6][1][:4] == (6, 2.0, 4, 1)
@@ -191,7 +217,7 @@ def test_saves_every_few_steps_at_the_end_and_at_the_best():
 
 def test_goes_on_where_it_stood():
     start = Progress(2, best_loss=1.0, best_step=2, evaluations_since_best=1, seconds=50.0)
-    fitted, rows = run(4, start=start, evaluate=losses(1.5), cadence=Cadence(evaluate=4))
+    fitted, rows = run(4, start=start, evaluate=losses(1.5), cadence=Cadence(0, evaluate=4))
     assert [row["step"] for row in rows] == [3, 4, 4]
     assert fitted.progress[:4] == (4, 1.0, 2, 2)
     fitted, rows = run(2, start=Progress(2))
@@ -199,18 +225,18 @@ def test_goes_on_where_it_stood():
 
 
 def test_patience():
-    cadence = Cadence(evaluate=1, patience=2, threshold=0.1)
+    cadence = Cadence(0, evaluate=1, patience=2, threshold=0.1)
     fitted, rows = run(9, evaluate=losses(3.0, 2.0, 1.95, 1.92), cadence=cadence, checkpoints=Saves())
     assert fitted.complete and fitted.progress[:4] == (4, 2.0, 2, 2)
     assert rows.events() == [(4, "early_stop")]
     saves = Saves()
-    run(9, evaluate=losses(3.0, 4.0, 4.0), cadence=Cadence(evaluate=1, patience=2, save=5), checkpoints=saves)
+    run(9, evaluate=losses(3.0, 4.0, 4.0), cadence=Cadence(0, evaluate=1, patience=2, save=5), checkpoints=saves)
     assert list(saves.states) == [3]
 
 
 def test_a_run_whose_patience_was_at_its_end_takes_no_step_when_it_goes_on():
     start = Progress(4, best_loss=2.0, best_step=2, evaluations_since_best=2)
-    saves, cadence = Saves(), Cadence(evaluate=1, patience=2, save=1)
+    saves, cadence = Saves(), Cadence(0, evaluate=1, patience=2, save=1)
     fitted, rows = run(9, start=start, evaluate=losses(), cadence=cadence, checkpoints=saves)
     assert fitted == (State(4, 4), start, None, True)
     assert rows == [] and saves.asked == []
@@ -221,15 +247,15 @@ def test_a_run_whose_patience_was_at_its_end_takes_no_step_when_it_goes_on():
 def test_a_run_that_patience_ends_was_not_interrupted():
     stop = StopSignals()
     stop.received = signal.SIGTERM
-    cadence = Cadence(evaluate=1, patience=1, save=5)
+    cadence = Cadence(0, evaluate=1, patience=1, save=5)
     start = Progress(1, best_loss=1.0, best_step=1)
-    fitted, rows = run(9, start=start, evaluate=losses(2.0), cadence=cadence, checkpoints=Saves({2}), stop=stop)
+    fitted, rows = run(9, start=start, evaluate=losses(2.0), cadence=cadence, checkpoints=Saves({2}), others=[stop])
     assert fitted.complete and rows.events() == [(2, "early_stop"), (2, "save_failed")]
 
 
 def test_a_save_that_fails_is_told_and_the_run_goes_on():
     saves = Saves(failing={2})
-    fitted, rows = run(4, cadence=Cadence(save=1), checkpoints=saves)
+    fitted, rows = run(4, cadence=Cadence(0, save=1), checkpoints=saves)
     assert fitted.complete and list(saves.states) == [1, 3, 4]
     assert rows.events() == [(1, "saved"), (2, "save_failed"), (3, "saved"), (4, "saved")]
     assert "no room for 2" in [row["message"] for row in rows if row.get("event") == "save_failed"]
@@ -237,18 +263,18 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on():
 
 def test_a_save_that_fails_does_not_keep_the_next_one_from_being_tried():
     saves = Saves(failing={1}, slow=True)
-    fitted, rows = run(3, cadence=Cadence(save=1), checkpoints=saves)
+    fitted, rows = run(3, cadence=Cadence(0, save=1), checkpoints=saves)
     assert fitted.complete and list(saves.states) == [2, 3]
     assert rows.events() == [(2, "save_failed"), (2, "saved"), (3, "saved")]
     stop, saves = StopSignals(), Saves(failing={2}, slow=True)
 
-    class Signalling(Rows):
+    class Signalling(Kept):
         def write(self, row):
             super().write(row)
             if row["step"] == 2:
                 stop.received = signal.SIGTERM
 
-    fitted, rows = run(9, rows=Signalling(), cadence=Cadence(save=2), checkpoints=saves, stop=stop)
+    fitted, rows = run(9, rows=Signalling(), cadence=Cadence(0, save=2), checkpoints=saves, others=[stop])
     assert not fitted.complete and list(saves.states) == [fitted.progress.step]
     assert rows.events() == [(3, "save_failed"), (3, "saved")]
 
@@ -270,8 +296,8 @@ def test_evaluations_and_saves_are_waited_for_by_name():
         seen.append(watched[-1])
         return Evaluation(1.0, 0.5, 10)
 
-    cadence, saves = Cadence(evaluate=2, save=2), Seen(slow=True)
-    run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, watch=lambda what, usual=None: watched.append(what))
+    cadence, saves = Cadence(0, evaluate=2, save=2), Seen(slow=True)
+    run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, others=[Watching(watched)])
     second, fourth = ("the evaluation after step {}", "the checkpoint of step {}"), "the checkpoint of step 4"
     assert seen == [text.format(2) for text in second] + [second[0].format(4), second[1].format(2), fourth, fourth]
     assert watched[:3] == [
@@ -286,16 +312,16 @@ def test_evaluations_and_saves_are_waited_for_by_name():
 def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
     stop, saves = StopSignals(), Saves({2} if failing else ())
 
-    class Signalling(Rows):
+    class Signalling(Kept):
         def write(self, row):
             super().write(row)
             stop.received = signal.SIGTERM  # while step 2 runs
 
     if failing:
         with pytest.raises(SaveFailed):
-            run(5, rows=Signalling(), stop=stop, checkpoints=saves)
+            run(5, rows=Signalling(), others=[stop], checkpoints=saves)
         return
-    fitted, rows = run(5, rows=Signalling(), stop=stop, checkpoints=saves)
+    fitted, rows = run(5, rows=Signalling(), others=[stop], checkpoints=saves)
     assert not fitted.complete and fitted.state.step == 2
     assert list(saves.states) == [2]
     assert rows.events() == [(2, "saved")]
@@ -303,7 +329,7 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
 def test_a_step_that_is_not_finite_ends_the_run(bad):
-    saves, rows = Saves(), Rows()
+    saves, rows = Saves(), Kept()
     with pytest.raises(TrainingError, match=rf"^step {bad}: the loss is nan and the gradient norm 0.5.* row 7 is bad"):
         run(4, toy_step(bad={bad}), rows=rows, checkpoints=saves, explain=lambda *_: "row 7 is bad")
     kept = {step: (state.trainable, bool(state.halted)) for step, (state, _) in saves.states.items()}
@@ -314,9 +340,9 @@ def test_a_step_that_is_not_finite_ends_the_run(bad):
 
 @pytest.mark.parametrize(("save", "start", "asked"), [(2, 0, [2]), (3, 2, []), (1, 0, [1, 2])])
 def test_the_state_before_a_step_that_is_not_finite_is_saved_once(save, start, asked):
-    saves, rows = Saves(slow=True), Rows()
+    saves, rows = Saves(slow=True), Kept()
     with pytest.raises(TrainingError, match="the state before it is the checkpoint of step 2"):
-        run(4, toy_step(bad={3}), rows=rows, start=Progress(start), cadence=Cadence(save=save), checkpoints=saves)
+        run(4, toy_step(bad={3}), rows=rows, start=Progress(start), cadence=Cadence(0, save=save), checkpoints=saves)
     assert saves.asked == asked
 
 
@@ -325,7 +351,7 @@ def test_an_overflow_in_float16_is_a_skipped_step():
     assert fitted.state.trainable == 3
     assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 1]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.4, 0.4, 0.7])
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.2, 0.2, 0.3])
     with pytest.raises(
         TrainingError, match=r"^step 2: the loss is 5.0 and the gradient norm .* lower optimizer.learnin"
     ):
@@ -342,7 +368,7 @@ def test_a_forward_pass_that_overflows_in_float16_ends_the_run():
 
 def test_weights_without_gradient_end_the_run():
     with pytest.raises(TrainingError, match=r"^1 of 2 trained weights have no gradient after the first steps: dead\."):
-        run(4, toy_step(norms=(1.0, 0.0)), check=GradientCheck(["alive", "dead"]))
+        run(4, toy_step(norms=(1.0, 0.0)), others=[GradientCheck(["alive", "dead"])])
 
 
 def test_too_few_batches():

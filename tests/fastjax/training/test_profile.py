@@ -25,7 +25,7 @@ def test_the_trace_has_the_steps_asked_for(tmp_path, start, given, steps):
     """Of a whole run, of one that is resumed among them, and of one that ends among them."""
     told = []
     with StepProfile(tmp_path, [3, 4], 3, lambda *what: told.append(what)) as profile:
-        options = {"start": Progress(start), "batches": [batch()] * given, "profile": profile}
+        options = {"start": Progress(start), "batches": [batch()] * given, "others": [profile]}
         if start + given < 6:
             with pytest.raises(TrainingError, match="the data ended after 3 steps"):
                 run(6, **options)
@@ -39,7 +39,7 @@ def test_a_trace_that_cannot_be_made_does_not_end_the_run(tmp_path):
     jax.profiler.start_trace(tmp_path / "other")
     try:
         with StepProfile(tmp_path, [2, 3], 0, lambda *what: told.append(what)) as profile:
-            fitted, _ = run(4, profile=profile)
+            fitted, _ = run(4, others=[profile])
     finally:
         jax.profiler.stop_trace()
     assert fitted.complete and len(told) == 1

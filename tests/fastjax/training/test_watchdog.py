@@ -14,16 +14,16 @@ def stuck():
 facts = lambda: "a step has all-reduce × 32"
 with Watchdog(0.4, pathlib.Path(sys.argv[1]), 3, "rank 3 of 4 on node", facts) as dog:
     for step in range(4):
-        dog.watch(f"the numbers of step {step}")
+        dog.waits(f"the numbers of step {step}")
         time.sleep(0.2)
-    dog.watch("the evaluation after step 4")
+    dog.waits("the evaluation after step 4")
     for batch in range(4):
         time.sleep(0.2)
         dog.restart()
-    dog.watch(None)
+    dog.waits(None)
     dog.restart()
     time.sleep(0.8)
-    dog.watch("the numbers of step 7")
+    dog.waits("the numbers of step 7")
     stuck()
 """
 
@@ -35,33 +35,36 @@ import numpy as np
 from fastjax.data.batches import Batch
 from fastjax.training.cadence import Cadence
 from fastjax.training import watchdog
-from fastjax.training.loop import fit
+from fastjax.training.loop import Reached, fit, sent_ahead
+from fastjax.training.metrics import Throughput
+from fastjax.training.observers import Evaluating, Metrics, Saving
 from fastjax.training.watchdog import Watchdog
 
 class Late:
     def __array__(self, *arguments, **options):
         stuck()
 
-def step(state, frozen, batch):
+def step(state, batch):
     calls.append(1)
-    names = "loss", "grad_norm", "squared_norms", "finite", "updates"
+    names = "loss", "grad_norm", "squared_norms", "finite", "learning_rate"
     return state, dict.fromkeys(names, Late() if name == "numbers" and len(calls) == 3 else np.float32(1))
 
 def stuck(*arguments):
     time.sleep(60)
 
 saves = types.SimpleNamespace(begin=lambda: None, save=stuck, wait=lambda: None, poll=lambda: None, close=lambda: None)
-stalled = {"evaluation": {"evaluate": stuck, "cadence": Cadence(evaluate=2)}}
-stalled["save"] = {"checkpoints": saves, "cadence": Cadence(save=2)}
-stalled["numbers"] = {}
+stalled = {"evaluation": (Cadence(4, True, evaluate=2), Evaluating(stuck))}
+stalled["save"] = (Cadence(4, save=2), Saving(saves, 0))
+stalled["numbers"] = (Cadence(4),)
 watchdog.FLOOR = 0.5
 state, batch = types.SimpleNamespace(trainable=None), Batch(*[np.zeros((1, 1, 1), np.int32)] * 4)
-for name, options in stalled.items():
+for name, (cadence, *others) in stalled.items():
     if (child := os.fork()) == 0:
         jax.local_devices()  # not while it is watched
         calls, timeout = [], 30 if name == "numbers" else 0.5
         with Watchdog(timeout, pathlib.Path(sys.argv[1]), 0) as dog:
-            fit(step, state, None, [batch] * 4, learning_rates=np.ones(4), watch=dog.watch, **options)
+            with sent_ahead([batch] * 4) as ready:
+                fit(step, Reached(state), ready, cadence, [Metrics(Throughput(4)), dog, *others])
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from fastjax.training.optimizers import OptimizerConfig, learning_rates, make_optimizer
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer, rates_by_step
 
 NAMES = ["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion", "muon"]
 
@@ -37,7 +37,7 @@ def test_update_is_the_published_one(name):
     optimizer = make_optimizer(config, 10)
     state = optimizer.init(params)
     m = v = np.zeros_like(weight)
-    for step, rate in enumerate(learning_rates(config, 10), start=1):
+    for step, rate in enumerate(rates_by_step(config, 10)[:10], start=1):
         gradient = rng.standard_normal((4, 3))
         updates, state = optimizer.update(
             {"layers": {"q_proj": {"lora_A": jnp.asarray(gradient, jnp.float32)}}}, state, params

@@ -20,7 +20,7 @@ from fastjax.models.decoder import lm_logits
 from fastjax.models.layout import logical_axes
 from fastjax.models.leaves import START
 from fastjax.parallel import make_mesh
-from fastjax.training.loop import run_evaluation
+from fastjax.training.evaluation import run_evaluation
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import DPOLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss, reference_log_probs
 from fastjax.training.preferences.losses import pairs_of

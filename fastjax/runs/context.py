@@ -1,0 +1,134 @@
+"""A run as a list of stages over one context: each stage reads what those before it have found, and adds its own."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+
+from fastjax.language_model import LanguageModel, ModelHandle
+from fastjax.parallel import MeshShape
+from fastjax.runs.checkpointing import RunStep
+from fastjax.runs.datasets import Given, RunData
+from fastjax.runs.folder import RunFolder
+from fastjax.runs.identity import Identity
+from fastjax.runs.messages import say
+from fastjax.runs.opening import OpenModel
+from fastjax.runs.resume import Earlier
+from fastjax.runs.steps import OwnOptimizer, StepRecipe
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
+from fastjax.training.loss import Loss
+from fastjax.training.metrics import Evaluation, Sink
+from fastjax.training.observers import Startup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
+Evaluate = Callable[[ModelHandle], Mapping[str, float]]
+
+
+class FineTuned(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        model: the trained model.
+        folder: the adapter's folder, or the whole model's.
+        evaluation: the last held-out evaluation; None without held-out data.
+        config: the settings, with names on the hub at their commit.
+    """
+
+    model: ModelHandle
+    folder: Path
+    evaluation: Evaluation | None
+    config: TrainConfig
+
+
+@dataclasses.dataclass
+class Run:
+    """The context of a run. An attribute below `ended` is there once a stage, or the program, has set it.
+
+    Attributes:
+        config: the settings; once they are settled, with names on the hub at their commit.
+        console: for progress.
+        resume: whether to go on from a checkpoint.
+        verbose: say of every module how it is computed.
+        loss: in place of the settings' own; see `training.loss.Loss`.
+        evaluate: a measurement at each held-out evaluation.
+        optimizer: in place of the settings' own.
+        given: data sets in memory, by "train" and "eval", in place of the settings'.
+        sinks: take the rows behind the run's own.
+        ended: whether the run is to end; asked before each step.
+        began: when, in seconds of `time.perf_counter`.
+        exits: the contexts that are left at the end of the run.
+        folder: the output folder, which is claimed.
+        checkpoints: of the run.
+        earlier: the checkpoint to resume from; None: there is none.
+        changed: lines about what has changed since.
+        damage: to the result of a run that is finished; None: none.
+        meshes: the shapes to choose from, the fastest first.
+        opened: the folders of its model; None: the model came in memory.
+        start: the trained arrays in memory that are the run's reference; None: there are none.
+        tokenizer: of the run.
+        data: of the run.
+        identity: fingerprints of its inputs.
+        recipe: of its step.
+        step: its step, with the policy and the mesh that were chosen.
+        model: as it begins, or as the program gave it; once the state has a copy, without its trained arrays.
+        startup: seconds that loading and compiling have taken.
+        result: of the run; None: it is not there yet.
+        reached: the model as far as training came; None: there is none.
+    """
+
+    config: TrainConfig
+    console: Console
+    resume: bool = False
+    verbose: bool = False
+    loss: Loss | None = None
+    evaluate: Evaluate | None = None
+    optimizer: OwnOptimizer | None = None
+    given: Given = dataclasses.field(default_factory=dict)
+    sinks: Sequence[Sink] = ()
+    ended: Callable[[], bool] = lambda: False
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    exits: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    folder: RunFolder = dataclasses.field(init=False)
+    checkpoints: Checkpoints = dataclasses.field(init=False)
+    earlier: Earlier | None = None
+    changed: list[str] = dataclasses.field(default_factory=list)
+    damage: str | None = None
+    meshes: tuple[MeshShape, ...] = ()
+    opened: OpenModel | None = None
+    start: Any = None
+    tokenizer: "PreTrainedTokenizerFast" = dataclasses.field(init=False)
+    data: RunData = dataclasses.field(init=False)
+    identity: Identity = dataclasses.field(init=False)
+    recipe: StepRecipe = dataclasses.field(init=False)
+    step: RunStep = dataclasses.field(init=False)
+    model: LanguageModel = dataclasses.field(init=False)
+    startup: Startup = dataclasses.field(init=False)
+    result: FineTuned | None = None
+    reached: Callable[[], LanguageModel | None] = lambda: None
+
+    def tell(self, text: str) -> None:
+        """Say a line on the console."""
+        say(self.console, text)
+
+
+def perform(run: Run, stages: Iterable[Callable[[Run], None]]) -> FineTuned:
+    """Do a run's stages, until there is a result.
+
+    Args:
+        run: the context.
+        stages: in order.
+    """
+    with run.exits:
+        for stage in stages:
+            stage(run)
+            if run.result is not None:
+                return run.result
+    raise AssertionError("the last stage makes the result")

@@ -1,0 +1,107 @@
+"""The stages that all training runs have, in the order in which mistakes are cheap.
+
+The output folder, the checkpoint to resume from and the data are looked at before weights are loaded. A model in
+folders (`fine_tune`) and one in memory (`trainer`) have stages of their own between them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from fastjax.errors import ConfigError, TrainingError
+from fastjax.parallel.processes import barrier, gathered_numbers, in_turn, is_primary
+from fastjax.runs.context import Run
+from fastjax.runs.datasets import load_run_data
+from fastjax.runs.folder import RunFolder, claimed, run_folder
+from fastjax.runs.identity import check_identity
+from fastjax.runs.mesh import run_meshes
+from fastjax.runs.model import check_vocabulary
+from fastjax.runs.result import check_result
+from fastjax.runs.resume import describe, newest
+from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.steps import StepRecipe
+from fastjax.runs.training_run import TrainingRun
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
+from fastjax.training.determinism import compiler_options
+from fastjax.training.profile import check_profile
+from fastjax.training.trackers import check_trackers
+
+
+def claim(run: Run) -> None:
+    """Claim the output folder."""
+    run.folder = run.exits.enter_context(_shared_folder(run.config, run.resume))
+
+
+def find_checkpoint(run: Run) -> None:
+    """Find the checkpoint to resume from."""
+    folder = run.folder
+    run.checkpoints = Checkpoints(folder.checkpoints, keep=run.config.output.save_total_limit)
+    run.earlier = newest(run.checkpoints, run.console) if run.resume else None
+    if run.damage is not None and run.earlier is None:
+        raise TrainingError(
+            f"{run.damage}; there is no checkpoint to make it again from. To train again, replace it "
+            "(output.overwrite_output_dir: true, without --resume)"
+        )
+    steps = gathered_numbers(0 if run.earlier is None else run.earlier.progress.step)
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"output.output_dir: expected a folder that all processes share, got {folder.path}, where they find "
+            f"checkpoints of the steps {steps}"
+        )
+    if run.resume and run.earlier is None:
+        check_result(folder, run.config)
+
+
+def compare_settings(run: Run) -> None:
+    """Compare the settings with the checkpoint's, and choose the meshes that there are devices for."""
+    run.meshes = run.meshes or run_meshes(run.config)
+    if (earlier := run.earlier) is not None:
+        rows = None if earlier.replicas is None else (earlier.replicas, run.meshes[0].replicas)
+        run.changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(run.config), rows)
+    check_trackers(run.config.output.report_to)
+
+
+def read_data(run: Run) -> None:
+    """Read, encode and pack the data."""
+    now = None if run.earlier is None else run.earlier.now
+    load = functools.partial(load_run_data, run.config, run.tokenizer, run.tell, run.meshes[0].replicas, run.given)
+    run.data = in_turn(lambda told: load(now=told or now), lambda data: data.train.now or "")
+    check_profile(run.config.output, run.data.total_steps)
+    for name, became in run.data.statistics().items():
+        run.tell(f"{name}: {became}")
+
+
+def compare_inputs(run: Run) -> None:
+    """Compare the inputs with the checkpoint's, and make the recipe of the step."""
+    if (earlier := run.earlier) is not None:
+        holds_start = run.config.holds_start
+        run.changed += check_identity(earlier.where, earlier.identity, run.identity, holds_start=holds_start)
+    run.recipe = StepRecipe.of(
+        run.config,
+        run.data.total_steps,
+        loss=run.loss,
+        optimizer=run.optimizer,
+        compiler_options=compiler_options(run.config.training.deterministic, run.folder.path),
+        documents_per_row=run.data.documents_per_row,
+    )
+
+
+def train(run: Run) -> None:
+    """Take the steps, and save the result."""
+    check_vocabulary(run.model, run.data)
+    run.checkpoints.extra = describe(run.config, run.data, run.identity, run.step.policy, run.meshes[0].replicas)
+    run.result = TrainingRun(run).train()
+
+
+@contextlib.contextmanager
+def _shared_folder(config: TrainConfig, resume: bool) -> Iterator[RunFolder]:
+    """The run's folder, which the first process claims for all."""
+    if not is_primary():
+        barrier("folder")
+        yield run_folder(config)
+        return
+    with claimed(config, resume=resume) as folder:
+        barrier("folder")
+        yield folder
