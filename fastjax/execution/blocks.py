@@ -89,7 +89,7 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
         how: the transforms.
     """
 
-    def block(x, arrays, context, first, *states):
+    def block(x, arrays, shared, first, *states):
         if how.gather is not None and how.shared is None:
             arrays = gathered(arrays, how.gather, x, read_in_place(arrays), stays=how.stays)
         layers = nnx.merge(graphdef, arrays)
@@ -98,8 +98,8 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
             if how.places is not None:
                 layer.feed = functools.partial(feed_by_chunks, how.places)
         if how.shared is not None:
-            return layers_on_parts(run, layers, how.shared, x, context, first, *states)
-        return run(layers, x, context, first, *states)
+            return layers_on_parts(run, layers, how.shared, x, shared, first, *states)
+        return run(layers, x, shared, first, *states)
 
     return block
 
@@ -113,8 +113,8 @@ def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
         shards: of all of them.
     """
 
-    def complete(x, arrays, context, first, *states):
+    def complete(x, arrays, shared, first, *states):
         layer = (first - stack.start) // stack.period
-        return block(x, completed(arrays, shards, layer, x), context, first, *states)
+        return block(x, completed(arrays, shards, layer, x), shared, first, *states)
 
     return complete

@@ -12,8 +12,8 @@ from typing import Any
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
-from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
-from fastjax.runs.trl_arguments import SharedArguments, arguments, with_names
+from fastjax.runs.trainer import TrainerSettings
+from fastjax.runs.trl_arguments import SharedArguments, arguments
 from fastjax.runs.trl_trainer import TRLTrainer
 from fastjax.training.config import PreferencesSection
 
@@ -57,9 +57,15 @@ class PreferenceArguments(SharedArguments, abc.ABC):
         """Names with another place -> which."""
         return _ELSEWHERE
 
-    @abc.abstractmethod
     def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
+        """The section `preferences`: what has the same name there."""
+        known = {field.name for field in dataclasses.fields(PreferencesSection)}
+        own = {name: value for name, value in vars(self).items() if name in known}
+        return PreferencesSection(**own | self.section())
+
+    @abc.abstractmethod
+    def section(self) -> dict[str, Any]:
+        """The loss, and what has another name in the section or is not the argument's."""
 
     def settings(self, model: LanguageModel) -> TrainerSettings:
         """The trainer's settings.
@@ -121,20 +127,18 @@ class DPOConfig(PolicyArguments):
                 f"{self.label_smoothing}; cDPO is PreferencesSection('dpo', label_smoothing=…)"
             )
 
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
-        loss = "ipo" if self.loss_type == "ipo" else "dpo"
-        before = self.precompute_ref_log_probs
-        return PreferencesSection(loss, self.beta, precompute_ref_log_probs=before, max_length=self.max_length)
+    def section(self) -> dict[str, Any]:
+        """DPO or IPO."""
+        return {"loss": "ipo" if self.loss_type == "ipo" else "dpo", "label_smoothing": None}
 
 
 @arguments
 class ORPOConfig(PolicyArguments):
     """TRL's settings of ORPO; its first term is over all tokens of the chosen documents, as there."""
 
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
-        return PreferencesSection("orpo", self.beta, nll_tokens="all", max_length=self.max_length)
+    def section(self) -> dict[str, Any]:
+        """ORPO."""
+        return {"loss": "orpo", "nll_tokens": "all"}
 
 
 @arguments
@@ -157,16 +161,9 @@ class KTOConfig(PolicyArguments):
         super().__post_init__()
         self._expect("loss_type", "kto")
 
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
-        return PreferencesSection(
-            "kto",
-            self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-            precompute_ref_log_probs=self.precompute_ref_log_probs,
-            max_length=self.max_length,
-        )
+    def section(self) -> dict[str, Any]:
+        """KTO."""
+        return {"loss": "kto"}
 
 
 @arguments
@@ -191,11 +188,9 @@ class CPOConfig(PolicyArguments):
         if self.cpo_alpha:
             raise ConfigError(f"CPOConfig: cpo_alpha: expected 0, which is SimPO, got {self.cpo_alpha}")
 
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
-        return PreferencesSection(
-            "simpo", self.beta, self.label_smoothing, self.simpo_gamma, max_length=self.max_length
-        )
+    def section(self) -> dict[str, Any]:
+        """SimPO."""
+        return {"loss": "simpo", "gamma": self.simpo_gamma}
 
 
 @arguments
@@ -209,11 +204,9 @@ class RewardConfig(PreferenceArguments):
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
 
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`."""
-        return PreferencesSection(
-            "reward", center_rewards_coefficient=self.center_rewards_coefficient, max_length=self.max_length
-        )
+    def section(self) -> dict[str, Any]:
+        """A reward model's."""
+        return {"loss": "reward"}
 
     def settings(self, model: LanguageModel) -> TrainerSettings:
         """The trainer's settings; see `PreferenceArguments.settings`."""
@@ -221,52 +214,14 @@ class RewardConfig(PreferenceArguments):
 
 
 class PreferenceTrainer(TRLTrainer):
-    """What the trainers share; `train()` returns what `Trainer.train` returns.
+    """What the trainers share."""
 
-    Attributes:
-        Config: the class of its settings.
-        args: the settings.
-    """
+    def __init__(self, model: LanguageModel, **named: Any):
+        """Look at the settings; see `TRLTrainer`, whose arguments have no order here, as TRL's have another."""
+        super().__init__(model, **named)
 
-    Config: type[PreferenceArguments]
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        *,
-        args: PreferenceArguments | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        tokenizer: Any = None,
-        callbacks: Sequence[Callback] = (),
-        **others: Any,
-    ):
-        """Look at the settings.
-
-        Args:
-            model: with an adapter; for ORPO, SimPO and a reward model also with every weight trained. A reward model is
-                one that `with_score_head` has made.
-            args: the settings.
-            train_dataset: as of `Trainer`.
-            eval_dataset: likewise.
-            processing_class: the tokenizer; None: the model's own.
-            tokenizer: its older name.
-            callbacks: as of `Trainer`.
-            others: names of TRL's; those of the settings are taken, those that cannot be served are refused with what
-                to use instead.
-
-        Raises:
-            ConfigError: settings that contradict each other or the model, or a name that is not served.
-        """
-        if args is not None and not isinstance(args, self.Config):
-            own, name = self.Config.__name__, type(self).__name__
-            raise ConfigError(f"{name}: args: expected a {own}, got a {type(args).__name__}")
-        self.args = with_names(args or self.Config, others)
-        tokenizer = processing_class if processing_class is not None else tokenizer
-        held_out = None if self.args.eval_strategy == "no" else eval_dataset
-        settings = self.args.settings(model)
-        self._trainer = Trainer(model, tokenizer, train_dataset, held_out, settings, callbacks=callbacks)
+    def _settings(self, model: LanguageModel) -> TrainerSettings:
+        return self.args.settings(model)
 
 
 class DPOTrainer(PreferenceTrainer):

@@ -4,7 +4,6 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastjax.data.named_templates import set_chat_template
@@ -12,8 +11,8 @@ from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
-from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
-from fastjax.runs.trl_arguments import SharedArguments, arguments, with_names
+from fastjax.runs.trainer import TrainerSettings, first_record
+from fastjax.runs.trl_arguments import SharedArguments, arguments
 from fastjax.runs.trl_trainer import TRLTrainer
 
 if TYPE_CHECKING:
@@ -71,51 +70,20 @@ class SFTConfig(SharedArguments):
 
 
 class SFTTrainer(TRLTrainer):
-    """TRL's trainer over `Trainer`; `train()` returns what that returns."""
+    """TRL's trainer of supervised fine-tuning."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        args: SFTConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        tokenizer: Any = None,
-        callbacks: Sequence[Callback] = (),
-        **others: Any,
-    ):
-        """Look at the settings.
+    Config = SFTConfig
 
-        Args:
-            model: with an adapter, or with every weight trained.
-            args: the settings.
-            train_dataset: as of `Trainer`.
-            eval_dataset: likewise.
-            processing_class: the tokenizer; None: the model's own.
-            tokenizer: its older name.
-            callbacks: as of `Trainer`.
-            others: names of TRL's; those of the settings (older versions had them here) are taken, those that cannot be
-                served are refused with what to use instead.
+    def __init__(self, model: LanguageModel, args: SFTConfig | None = None, *given: Any, **named: Any):
+        """Look at the settings; see `TRLTrainer`."""
+        self._parts: dict[str, str] | None = None
+        if "max_seq_length" in named:
+            named["max_length"] = named.pop("max_seq_length")
+        super().__init__(model, args, *given, **named)
 
-        Raises:
-            ConfigError: settings that contradict each other or the model, or a name that is not served.
-        """
-        if "max_seq_length" in others:
-            others["max_length"] = others.pop("max_seq_length")
-        args = with_names(args or SFTConfig, others)
-        if args.eval_strategy == "no":
-            eval_dataset = None
-        self.args, self._callbacks = args, callbacks
-        self._tokenizer = processing_class if processing_class is not None else tokenizer
-        # An iterator is read here, since its first row says what the rows are.
-        self._data = [list(data) if isinstance(data, Iterator) else data for data in (train_dataset, eval_dataset)]
-        self._trainer = self._made(model)
-
-    def _made(self, model: LanguageModel, parts: dict[str, str] | None = None) -> Trainer:
+    def _settings(self, model: LanguageModel) -> TrainerSettings:
         first = self._first()
-        settings = self.args.settings(model, isinstance(first, ChatRecord) and not first.prompt, parts)
-        train, held_out = self._data
-        return Trainer(model, self._tokenizer, train, held_out, settings, callbacks=self._callbacks)
+        return self.args.settings(model, isinstance(first, ChatRecord) and not first.prompt, self._parts)
 
     def _first(self) -> Record | None:
         """The first example, which says what the rows are."""
@@ -143,15 +111,15 @@ class SFTTrainer(TRLTrainer):
         parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
         self.args = dataclasses.replace(self.args, assistant_only_loss=True, completion_only_loss=None)
         if not isinstance(first, TextRecord) or first.prompt:
-            self._trainer = self._made(self.model)
-            return self
+            parts = {}
         for name, part in parts.items():
             if not part:
                 raise ConfigError(
                     f"train_on_responses_only: {name}: expected the text that begins one, since the rows are plain "
                     "texts, got none; give it, or rows of conversations (messages)"
                 )
-        self._trainer = self._made(self.model, parts)
+        self._parts = parts or None
+        self._trainer = self._made(self.model)
         return self
 
 

@@ -19,7 +19,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of
 from fastjax.language_model.host import has_host_embedding, has_host_layers
-from fastjax.language_model.variants import with_fake_quantization, with_start
+from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
