@@ -95,7 +95,11 @@ def compare_logits(
     right = [_logits(other, tokens) for tokens in encoded]
     if left[0].shape[1] != right[0].shape[1]:
         raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, got {right[0].shape[1]}")
-    one, two = np.concatenate(left).astype(np.float64), np.concatenate(right).astype(np.float64)
+    rounding = 0.0 if same else max((form.rounding for form in formats), default=0.0)
+    return _difference(np.concatenate(left).astype(np.float64), np.concatenate(right).astype(np.float64), rounding)
+
+
+def _difference(one: Float[np.ndarray, "N V"], two: Float[np.ndarray, "N V"], rounding: float) -> LogitDifference:
     log_p, log_q = _log_softmax(one), _log_softmax(two)
     return LogitDifference(
         tokens=len(one),
@@ -103,7 +107,7 @@ def compare_logits(
         scale=float(np.abs(one).max()),
         divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()),
         agreement=float((one.argmax(axis=1) == two.argmax(axis=1)).mean()),
-        rounding=0.0 if same else max((form.rounding for form in formats), default=0.0),
+        rounding=rounding,
     )
 
 

@@ -77,29 +77,7 @@ def scale_by_adam(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
         count = state.count + 1
-        # One division for each number: the corrections' reciprocals are those of scalars.
-        rates = 1 / one_minus_power(b1, count), jax.lax.rsqrt(one_minus_power(b2, count))
-
-        def moments(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Array]:
-            m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
-            return m, b2 * _load(nu, signed=False) + (1 - b2) * gradient * gradient
-
-        @jax.jit  # leaves of a shape are traced and lowered once
-        def leaf(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
-            m, v = moments(gradient, mu, nu)
-            if isinstance(mu, Blockwise):
-                stack = mu.absmax.ndim - 1
-                scales = block_absmax(m, stack), block_absmax(v, stack)
-                # The barrier forces the moments to be recomputed: one kernel finds the scales, one does the rest, and
-                # 32-bit moments never reach memory.
-                old, scales = jax.lax.optimization_barrier(((mu.absmax, nu.absmax), scales))
-                m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
-                mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)
-            elif mu.dtype == jnp.bfloat16:
-                mu, nu = round_stochastically((m, v), count)
-            else:
-                mu, nu = m, v
-            return m * rates[0] / (jnp.sqrt(v) * rates[1] + eps), mu, nu
+        leaf = _leaf(b1, b2, eps, count)
 
         def anywhere(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
             if not in_host_memory(jax.tree.leaves(mu)[0]):
@@ -113,6 +91,35 @@ def scale_by_adam(
         return directions, AdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _leaf(b1: float, b2: float, eps: float, count: Int[Array, ""]) -> Callable[..., tuple[Array, Any, Any]]:
+    """The function (gradient, moments) -> the direction and the new moments, of one leaf on the device."""
+    # One division for each number: the corrections' reciprocals are those of scalars.
+    rates = 1 / one_minus_power(b1, count), jax.lax.rsqrt(one_minus_power(b2, count))
+
+    def moments(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Array]:
+        m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
+        return m, b2 * _load(nu, signed=False) + (1 - b2) * gradient * gradient
+
+    @jax.jit  # leaves of a shape are traced and lowered once
+    def leaf(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
+        m, v = moments(gradient, mu, nu)
+        if isinstance(mu, Blockwise):
+            stack = mu.absmax.ndim - 1
+            scales = block_absmax(m, stack), block_absmax(v, stack)
+            # The barrier forces the moments to be recomputed: one kernel finds the scales, one does the rest, and
+            # 32-bit moments never reach memory.
+            old, scales = jax.lax.optimization_barrier(((mu.absmax, nu.absmax), scales))
+            m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
+            mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)
+        elif mu.dtype == jnp.bfloat16:
+            mu, nu = round_stochastically((m, v), count)
+        else:
+            mu, nu = m, v
+        return m * rates[0] / (jnp.sqrt(v) * rates[1] + eps), mu, nu
+
+    return leaf
 
 
 def _updated_in_host(

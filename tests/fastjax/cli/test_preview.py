@@ -12,10 +12,10 @@ import yaml
 from rich.console import Console
 
 from fastjax.cli import main
-from fastjax.commands.preview import preview
 from fastjax.commands.settings import parse_train_config
 from fastjax.data import load_tokenizer
 from fastjax.preview.render import histogram, show_row
+from fastjax.preview.show import preview
 from fastjax.preview.view import DocumentView, Piece, view_row
 
 
