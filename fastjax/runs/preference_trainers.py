@@ -59,9 +59,7 @@ class PreferenceArguments(SharedArguments, abc.ABC):
 
     def preferences(self) -> PreferencesSection:
         """The section `preferences`: what has the same name there."""
-        known = {field.name for field in dataclasses.fields(PreferencesSection)}
-        own = {name: value for name, value in vars(self).items() if name in known}
-        return PreferencesSection(**own | self.section())
+        return PreferencesSection(**self.named_alike(PreferencesSection) | self.section())
 
     @abc.abstractmethod
     def section(self) -> dict[str, Any]:

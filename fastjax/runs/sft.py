@@ -58,10 +58,8 @@ class SFTConfig(SharedArguments):
             ConfigError: a dtype or length that the model does not have.
         """
         whole = not self.assistant_only_loss if conversations else self.completion_only_loss is False
-        output, training, optimizer = self.sections(model)
-        training = dataclasses.replace(training, router_aux_loss_coef=self.router_aux_loss_coef or 0.0)
         return TrainerSettings(
-            *(output, training, optimizer),
+            *self.sections(model),
             max_seq_length=self.max_length,
             columns=self.columns,
             packing=self.packing,

@@ -149,46 +149,40 @@ class SharedArguments:
                     f"true; load it with dtype={dtype!r}"
                 )
         told = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
-        output = OutputSection(
-            self.output_dir,
-            overwrite_output_dir=self.overwrite_output_dir,
-            save_steps=_every(self.save_strategy, self.save_steps),
-            save_total_limit=self.save_total_limit or 2,
-            load_best_model_at_end=self.load_best_model_at_end,
-            report_to=[name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
-            run_name=self.run_name,
-        )
-        training = TrainingSection(
-            per_device_train_batch_size=self.per_device_train_batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            num_train_epochs=self.num_train_epochs,
-            max_steps=self.max_steps if self.max_steps > 0 else None,
-            per_device_eval_batch_size=self.per_device_eval_batch_size,
-            eval_steps=_every(self.eval_strategy, self.eval_steps or self.logging_steps),
-            group_by_length=self.group_by_length or _SAMPLING[self.train_sampling_strategy],
-            logging_steps=self.logging_steps,
-            label_smoothing_factor=self.label_smoothing_factor,
-            neftune_noise_alpha=self.neftune_noise_alpha,
-            seed=self.seed,
-            deterministic=self.full_determinism,
-        )
+        output = {
+            "save_steps": _every(self.save_strategy, self.save_steps),
+            "save_total_limit": self.save_total_limit or 2,
+            "report_to": [name for name in told if name != "none"],
+        }
+        training = {
+            "max_steps": self.max_steps if self.max_steps > 0 else None,
+            "eval_steps": _every(self.eval_strategy, self.eval_steps or self.logging_steps),
+            "group_by_length": self.group_by_length or _SAMPLING[self.train_sampling_strategy],
+            "deterministic": self.full_determinism,
+        }
         # As there: steps stand before the ratio, below 1 they are one, and "constant" has no warm-up.
         steps, ratio = (0, 0.0) if self.lr_scheduler_type == "constant" else (self.warmup_steps, self.warmup_ratio)
         steps, ratio = (0, steps) if 0 < steps < 1 else (int(steps), 0.0 if steps else ratio)
-        optimizer = OptimizerConfig(
-            name=_OPTIMIZERS[self.optim],  # pyright: ignore[reportArgumentType]
-            learning_rate=self.learning_rate,
-            embedding_learning_rate=self.embedding_learning_rate,
-            lr_scheduler_type=_SCHEDULES[self.lr_scheduler_type],  # pyright: ignore[reportArgumentType]
-            warmup_steps=steps,
-            warmup_ratio=ratio,
-            weight_decay=self.weight_decay,
-            adam_beta1=self.adam_beta1,
-            adam_beta2=self.adam_beta2,
-            adam_epsilon=self.adam_epsilon,
-            max_grad_norm=self.max_grad_norm,
+        optimizer = {
+            "name": _OPTIMIZERS[self.optim],
+            "lr_scheduler_type": _SCHEDULES[self.lr_scheduler_type],
+            "warmup_steps": steps,
+            "warmup_ratio": ratio,
+        }
+        return (
+            OutputSection(**self.named_alike(OutputSection) | output),
+            TrainingSection(**self.named_alike(TrainingSection) | training),
+            OptimizerConfig(**self.named_alike(OptimizerConfig) | optimizer),
         )
-        return output, training, optimizer
+
+    def named_alike(self, section: Any) -> dict[str, Any]:
+        """The arguments that have the same name in a section of the settings, but for those that are None.
+
+        Args:
+            section: its class.
+        """
+        names = {field.name for field in dataclasses.fields(section)}
+        return {name: value for name, value in vars(self).items() if name in names and value is not None}
 
 
 def _every(strategy: str, steps: int | float) -> Any:
