@@ -1,7 +1,6 @@
 """A layer's kind: its mixer, which moves values between tokens, and its feed-forward part, which sees one at a time."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 #: Feed-forward parts: an MLP, or a mixture of experts.
@@ -18,7 +17,7 @@ class Mixer(Protocol):
     block: ClassVar[str]
 
     @property
-    def sizes(self) -> Mapping[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Dimensions of its weights that a `ModelConfig` does not have, keys of `spec.AXES`."""
         ...
 
@@ -35,7 +34,11 @@ class Attention:
     sliding_window: int | None = None
     rope: str | None = "rope"
     block: ClassVar[str] = "self_attn"
-    sizes: ClassVar[Mapping[str, int]] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As of `Mixer`: none, a `ModelConfig` has all."""
+        return {}
 
 
 class Layer(NamedTuple):

@@ -31,8 +31,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
     for field in dataclasses.fields(settings):
         if not field.metadata:
             continue
-        how, default = dict(field.metadata), field.default
-        if default is False:
+        how: dict[str, Any] = dict(field.metadata)
+        if (default := field.default) is False:
             how["action"] = "store_true"
         else:
             values = default if isinstance(default, tuple) else (default,)

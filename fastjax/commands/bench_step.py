@@ -102,14 +102,15 @@ def make_cases(arguments: argparse.Namespace) -> list[StepCase]:
     layouts: list[dict[str, Any]] = [{}]
     if arguments.regime is not None:
         layouts = REGIMES[arguments.regime]
-        if fixed := [name for name in ("batch", "seq", "checkpointing", "layer_loop") if name in given]:
-            raise ConfigError(f"bench step: --{fixed[0]}: expected it without --regime, which sets it")
+        if twice := [name for name in ("batch", "seq", "checkpointing", "layer_loop") if name in given]:
+            raise ConfigError(f"bench step: --{twice[0]}: expected it without --regime, which sets it")
     varied = {name: given.pop(name) for name in VARIED if name in given}
-    fixed = {name: value for name, value in given.items() if name not in ("regime", "profile", "output")}
-    cases = [
-        StepCase(**fixed | layout | dict(zip(varied, values, strict=True)))
-        for layout, *values in itertools.product(layouts, *varied.values())
-    ]
+    for name in ("regime", "profile", "output"):
+        given.pop(name, None)
+    cases = []
+    for layout, *values in itertools.product(layouts, *varied.values()):
+        settings: dict[str, Any] = given | layout | dict(zip(varied, values, strict=True))
+        cases.append(StepCase(**settings))
     _check(cases)
     return cases
 

@@ -11,6 +11,7 @@ from fastjax.config_import.common import (
     KERNELS,
     PARALLEL,
     RECOMPUTE,
+    TOKENS,
     cadence,
     optimizer,
     precision,
@@ -39,9 +40,6 @@ _QAT = {
     ("float8_e4m3fn", "float8_e4m3fn"): ("fp8-row", "fp8"),
     ("fp8", "fp8"): ("fp8-row", "fp8"),
 }
-
-#: In torchao 0.18 fake quantisation by token has no symmetric form (NotImplementedError).
-_TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quantiser has a zero point besides"
 
 
 def _base(job: Job) -> None:
@@ -193,7 +191,7 @@ def _qat(job: Job) -> None:
         section["activations"] = activations
     if given.get("fake_quant_after_n_steps"):
         section["start_step"] = given["fake_quant_after_n_steps"]
-    job.carry("qat", "training.qat", section, _TOKENS if activations == "int8" else "")
+    job.carry("qat", "training.qat", section, TOKENS if activations == "int8" else "")
 
 
 def _plugins(job: Job) -> None:

@@ -8,7 +8,6 @@ from fastjax.config_import.table import To, number
 from fastjax.data.columns import SHAREGPT_ROLES
 
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
-_EIGHT = "its state in 8 bits, block by block"
 
 NAMES = "adamw, adamw_8bit, adafactor, lion and muon there are"
 _SPECTRAL = (
@@ -16,23 +15,20 @@ _SPECTRAL = (
     "set it by hand with a learning rate of AdamW's"
 )
 
-#: An optimizer's name in transformers, bitsandbytes or torch → its name here and in what it differs.
-OPTIMIZERS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla"), ("adamw", "")
-    ),
-    **dict.fromkeys(
-        ("adamw_anyprecision", "optimi_adamw", "adamw", "adamw_torch_npu_fused", "flash_adamw"), ("adamw", "")
-    ),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw_8bit", "")),
-    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit", "ao_adamw_fp8"), ("adamw_8bit", _EIGHT)),
-    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"), ("adamw_8bit", "its state in 8 bits instead of 4")),
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", _PAGED)),
-    "paged_adamw_8bit": ("adamw_8bit", _PAGED),
-    "adafactor": ("adafactor", ""),
-    **dict.fromkeys(("lion", "lion_32bit", "paged_lion", "paged_lion_32bit", "flash_lion"), ("lion", "")),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", "its state in 32 bits instead of 8")),
+#: An optimizer here, and in what the tools' differs → its names in transformers, bitsandbytes or torch.
+_SPELLINGS = {
+    ("adamw", ""): "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_anyprecision "
+    "optimi_adamw adamw adamw_torch_npu_fused flash_adamw",
+    ("adamw", _PAGED): "paged_adamw paged_adamw_32bit",
+    ("adamw_8bit", ""): "adamw_bnb_8bit adamw_8bit",
+    ("adamw_8bit", "its state in 8 bits, block by block"): "adamw_torch_8bit ao_adamw_8bit ao_adamw_fp8",
+    ("adamw_8bit", "its state in 8 bits instead of 4"): "adamw_torch_4bit ao_adamw_4bit",
+    ("adamw_8bit", _PAGED): "paged_adamw_8bit",
+    ("adafactor", ""): "adafactor",
+    ("lion", ""): "lion lion_32bit paged_lion paged_lion_32bit flash_lion",
+    ("lion", "its state in 32 bits instead of 8"): "lion_8bit paged_lion_8bit",
 }
+OPTIMIZERS = {name: ours for ours, names in _SPELLINGS.items() for name in names.split()}
 
 #: A schedule's name in transformers → its name here.
 SCHEDULES = {
@@ -74,6 +70,8 @@ PARALLEL = "parallel sizes itself: copies of the model where it fits on one devi
 FLOAT8 = "model.base_compute: float8 computes a frozen base in it, training.qat: float8 trains for serving in it"
 KERNELS = "kernels are chosen for the GPU by themselves"
 SIXTEEN = "the trained weights have 16 bits there too; float32 keeps small updates"
+#: In torchao 0.18 fake quantisation by token has no symmetric form (NotImplementedError).
+TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quantiser has a zero point besides"
 RECOMPUTE = "model.use_gradient_checkpointing: auto recomputes what the GPU has no memory for"
 
 

@@ -8,21 +8,18 @@ import re
 from typing import Any
 
 from convert.errors import shorten
-from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN
+from fastjax.config_import.common import KERNELS, OPTIMIZERS, PARALLEL, RECOMPUTE, SIXTEEN, TOKENS
 from fastjax.config_import.job import Job
 from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length, carry_loss
 from fastjax.config_import.references import resolved
 from fastjax.config_import.table import To, Tool, number
 from fastjax.config_import.torchtune_data import data
 
-#: A component's last name → the optimizer here and in what it differs.
+#: A component's last name → the optimizer's name in transformers.
 _OPTIMIZERS = {
-    **dict.fromkeys(("AdamW",), ("adamw", "")),
-    "PagedAdamW": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
-    "PagedAdamW32bit": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
-    "PagedAdamW8bit": ("adamw_8bit", "its state is not paged"),
-    **dict.fromkeys(("AdamW8bit", "AdamWFp8"), ("adamw_8bit", "its state in 8 bits, block by block")),
-    "AdamW4bit": ("adamw_8bit", "its state in 8 bits instead of 4"),
+    **{"AdamW": "adamw_torch", "AdamW8bit": "adamw_torch_8bit", "AdamWFp8": "ao_adamw_fp8"},
+    **{"AdamW4bit": "adamw_torch_4bit", "PagedAdamW": "paged_adamw", "PagedAdamW32bit": "paged_adamw_32bit"},
+    "PagedAdamW8bit": "paged_adamw_8bit",
 }
 
 #: torchtune's projections → PEFT's names, and those of families whose projections are fused in their folders.
@@ -39,9 +36,6 @@ _PAIRED: dict[str, tuple[str, dict[str, float]]] = {
 }
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-#: In torchao 0.18 fake quantisation by token has no symmetric form (NotImplementedError).
-_TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quantiser has a zero point besides"
 
 
 def _component(job: Job, section: str) -> tuple[str, str]:
@@ -97,7 +91,7 @@ def _optimizer(job: Job) -> None:
     if name not in _OPTIMIZERS:
         job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
     else:
-        ours, note = _OPTIMIZERS[name]
+        ours, note = OPTIMIZERS[_OPTIMIZERS[name]]
         job.carry("optimizer._component_", "optimizer.name", ours, note)
     betas = job.take("optimizer.betas")
     if betas is not None:
@@ -163,7 +157,7 @@ def _qat(job: Job) -> None:
     section: dict[str, Any] = {"weights": f"int4-{size}", "activations": "int8"}
     if start := job.integer("fake_quant_after_n_steps"):
         section["start_step"] = start
-    job.carry("quantizer._component_", "training.qat", section, _TOKENS)
+    job.carry("quantizer._component_", "training.qat", section, TOKENS)
 
 
 def _saves(job: Job) -> None:

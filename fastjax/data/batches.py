@@ -147,7 +147,8 @@ class Batches(NamedTuple):
         if self.by_length is None:
             return batch
         length = self.by_length.length(numbers)
-        return Batch(*(array[..., :length] for array in batch[:4]), batch.extra)
+        tokens, targets, segment_ids, positions = (array[..., :length] for array in batch[:4])
+        return Batch(tokens, targets, segment_ids, positions, batch.extra)
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
         """The row numbers of a step's batch.

@@ -311,7 +311,8 @@ def _chosen(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, si
 def _call(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):
     """Output, and log-sum-exp [B, C, H] with -inf for a query that sees nothing."""
     forward, _ = _chosen(rows, keys, mask, ring, sinks)
-    out, lse = REGISTRY[forward].forward(Operands(rows.q, *keys, mask, sinks, None), ring.options)
+    k, v = keys
+    out, lse = REGISTRY[forward].forward(Operands(rows.q, k, v, mask, sinks, None), ring.options)
     lse = lse.transpose(0, 2, 1)
     return out, jnp.where(lse == jnp.inf, -jnp.inf, lse)
 
@@ -319,7 +320,8 @@ def _call(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sink
 def _gradients(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):
     """Gradients of the queries, keys and values of one call, whose weights follow from the whole row's log-sum-exp."""
     _, backward = _chosen(rows, keys, mask, ring, sinks)
-    assert rows.lse is not None and rows.delta is not None and rows.dout is not None
-    statistics = (array.transpose(0, 2, 1) for array in (rows.lse, rows.delta))
-    operands, cotangents = Operands(rows.q, *keys, mask, None, None), Cotangents(*statistics, rows.dout, rows.out)
+    assert rows.lse is not None and rows.delta is not None
+    assert rows.dout is not None and rows.out is not None
+    (k, v), (lse, delta) = keys, (array.transpose(0, 2, 1) for array in (rows.lse, rows.delta))
+    operands, cotangents = Operands(rows.q, k, v, mask, None, None), Cotangents(lse, delta, rows.dout, rows.out)
     return REGISTRY[backward].backward(operands, cotangents, ring.options)

@@ -99,7 +99,7 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True)
     family = family_for(config)
     values = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
-    tensors = ({spec.name: np.resize(values, spec.shape)} for spec in family.specs(config))
+    tensors = ({spec.name: np.resize(values[: math.prod(spec.shape)], spec.shape)} for spec in family.specs(config))
     write_shards(folder, tensors, max_shard_bytes=_SHARD_BYTES)
     write_config(folder / CONFIG, {"architectures": [family.architecture], "torch_dtype": "bfloat16", **config})
 
