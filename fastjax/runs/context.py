@@ -18,7 +18,7 @@ from fastjax.runs.identity import Identity
 from fastjax.runs.messages import say
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.resume import Earlier
-from fastjax.runs.steps import OwnOptimizer, StepRecipe
+from fastjax.runs.steps import Optimizer, StepRecipe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss
@@ -90,7 +90,7 @@ class Run:
     verbose: bool = False
     loss: Loss | None = None
     evaluate: Evaluate | None = None
-    optimizer: OwnOptimizer | None = None
+    optimizer: Optimizer | None = None
     given: Given = dataclasses.field(default_factory=dict)
     sinks: Sequence[Sink] = ()
     ended: Callable[[], bool] = lambda: False

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,8 @@ from pallas_kernels.shard_gather import why_not_peers
 _DOCUMENTS = 8
 
 
-class OwnOptimizer(NamedTuple):
-    """An optimizer of a program's own.
-
-    Attributes:
-        rule: an optax transformation.
-        schedule: updates made -> learning rate, for the metrics; None: it is not known.
-    """
-
-    rule: optax.GradientTransformation
-    schedule: Callable[[Any], Any] | None = None
+#: An optimizer of a program's own, alone or with its schedule (updates made -> learning rate), for the metrics.
+Optimizer = optax.GradientTransformation | tuple[optax.GradientTransformation, Callable[[Any], Any]]
 
 
 def run_loss(config: TrainConfig) -> Loss:
@@ -93,7 +85,7 @@ class StepRecipe:
         total_steps: int,
         *,
         loss: Loss | None = None,
-        optimizer: OwnOptimizer | None = None,
+        optimizer: Optimizer | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         documents_per_row: int | None = None,
     ) -> "StepRecipe":
@@ -107,13 +99,13 @@ class StepRecipe:
             compiler_options: XLA's.
             documents_per_row: of preferences.
         """
+        rates = None
         if optimizer is None:
-            own = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
-            optimizer = OwnOptimizer(own)
-        (rule, schedule), rates = optimizer, None
-        if schedule is not None:
+            optimizer = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
+        if not isinstance(optimizer, optax.GradientTransformation):
+            optimizer, schedule = optimizer
             rates = np.asarray([float(schedule(jnp.int32(update))) for update in range(total_steps)], np.float32)
-        return cls(config, loss or run_loss(config), rule, rates, compiler_options, documents_per_row)
+        return cls(config, loss or run_loss(config), optimizer, rates, compiler_options, documents_per_row)
 
     def step(self, model: LanguageModel, mesh: Mesh | None = None) -> Callable[..., Any]:
         """The jitted train step (`training.step.make_train_step`).

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.console import Console
 
 from convert.checkpoint import open_checkpoint
@@ -28,7 +27,7 @@ from fastjax.runs.context import Evaluate, FineTuned, Run, perform
 from fastjax.runs.identity import base_identity, digest, run_identity
 from fastjax.runs.result import finished
 from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, read_data, train
-from fastjax.runs.steps import OwnOptimizer, RunShapes
+from fastjax.runs.steps import Optimizer, RunShapes
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
 #: A data set: a path or its description, a `datasets.Dataset`, or an iterable of dicts.
 Data = str | Path | DataSource | Iterable[Mapping[str, Any]]
-#: An optimizer of one's own, alone or with its schedule (updates made -> learning rate).
-Optimizer = optax.GradientTransformation | tuple[optax.GradientTransformation, Callable[[Any], Any] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +173,7 @@ class Trainer:
                 given[name] = [given_rows(data, self._paths[name], settings.columns)]
         self._console, self._ended = console or Console(), False
         told = [_Told(callback, self._end) for callback in callbacks]
-        if isinstance(optimizer, optax.GradientTransformation):
-            optimizer = (optimizer, None)
-        rule = None if optimizer is None else OwnOptimizer(*optimizer)
-        self._brought: dict[str, Any] = {"loss": loss, "evaluate": evaluate, "optimizer": rule, "given": given}
+        self._brought: dict[str, Any] = {"loss": loss, "evaluate": evaluate, "optimizer": optimizer, "given": given}
         self._brought |= {"sinks": (*sinks, *told), "ended": lambda: self._ended}
         self._take(self.handle.value)
 
