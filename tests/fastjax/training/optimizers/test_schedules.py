@@ -2,11 +2,14 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.training.optimizers import OptimizerConfig, rates_by_step
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer, rates_by_step
+from fastjax.training.optimizers.schedules import rate_in_state
 
 WARMUPS = [({}, 0), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.1}, 4)]
 TOTAL = 31
@@ -79,3 +82,11 @@ def test_phases_of_wsd_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"warmup_ratio \(0.6\) and optimizer.decay_ratio \(0.5\)"):
         OptimizerConfig(lr_scheduler_type="wsd", warmup_ratio=0.6, decay_ratio=0.5)
     OptimizerConfig(lr_scheduler_type="cosine", warmup_ratio=0.6, decay_ratio=0.5)
+
+
+def test_the_rate_of_an_update_is_read_from_the_optimizers_state():
+    config, params = OptimizerConfig(learning_rate=1e-3, warmup_steps=4), {"w": jnp.zeros(3)}
+    ours = make_optimizer(config, 10)
+    for optimizer in (ours, optax.chain(optax.identity(), ours)):
+        assert rate_in_state(optimizer.init(params), jnp.int32(2)) == rates_by_step(config, 10)[2] > 0
+    assert rate_in_state(optax.adamw(1e-3).init(params), jnp.int32(2)) is None
