@@ -89,7 +89,7 @@ def read_yaml(file: str) -> Document:
         file: its name.
 
     Returns:
-        What the YAML says, with its lines.
+        Its values and their lines.
 
     Raises:
         OSError: it cannot be read.
@@ -126,7 +126,7 @@ class _Given:
         self.options = dict(_options(argv))
 
     def config(self) -> TrainConfig:
-        """All of them, checked."""
+        """The checked settings."""
         settings = self._sections()
         needed = {name: required(section) for name, section in SECTIONS.items()}
         missing = [f"{name}.{key}" for name, keys in needed.items() for key in keys if key not in settings[name]]
@@ -178,13 +178,13 @@ class _Given:
         }
 
     def _value(self, name: str, key: str, text: str) -> Any:
-        """A text as the value that its setting takes: what it says in YAML, or else itself."""
+        """The value of a text: that of the YAML in it if the setting takes it, else the text itself."""
         kind = hints_of(SECTIONS[name])[key]
         bracketed = text.strip()[:1] + text.strip()[-1:] in ("[]", "{}")
         try:
             value = strict_yaml.parse(text) if text.strip() else text
         except YamlError as error:
-            # What is meant as a list, a mapping or a value of some type would pass for a string.
+            # A broken list or mapping, or a wrong tag, would pass for a string.
             if bracketed or text.lstrip()[:1] == "!":
                 problem = f"not valid YAML: {error.problem}, got {shown(text, 80)}"
                 raise ConfigError(f"{self._place(f'{name}.{key}')}{name}.{key}: {problem}") from error
@@ -215,7 +215,7 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _parsed(text: str) -> Any:
-    """What a text says in YAML; itself if it is none."""
+    """The value of a YAML text; the text itself if it is not YAML."""
     try:
         return strict_yaml.parse(text)
     except YamlError:

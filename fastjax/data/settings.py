@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, MinLen
 
-from fastjax.options import section
+from fastjax.options import checked
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """Role of a message."""
@@ -37,7 +37,7 @@ COLUMNS = (
 """Meanings of columns, each the default name of its column."""
 
 
-@section("data set")
+@checked("data set")
 class DataSource:
     """One data set, where data.train or data.eval lists sections."""
 

@@ -11,7 +11,7 @@ from annotated_types import Interval, Len, MinLen, Predicate
 from convert.errors import shown
 from fastjax import strict_yaml
 from fastjax.errors import ConfigError, DataError
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.strict_yaml import YamlError
 
 #: Letters of the choices.
@@ -26,7 +26,7 @@ def _finds_something(pattern: str) -> bool:
         return False
 
 
-@section("task")
+@checked("task")
 class Task:
     """What is asked, and what counts as right."""
 

@@ -15,7 +15,7 @@ from annotated_types import Interval
 from convert.adapter_config import SCORED, tuned_name
 from convert.adapters import AdapterConfig
 from convert.errors import ConvertError, shown
-from convert.families.mapping import family_of
+from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.model.paths import SCORE, TABLES
 from convert.patterns import match
@@ -164,7 +164,7 @@ def check_adapter(
 
 def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
     """Refuse names in a fresh adapter's settings that match nothing; PEFT passes over them."""
-    family = family_of(config)
+    family = family_for({"model_type": config.model_type})
     targeted = [tuned_name(site.path, family) for site in adapter_sites(adapter, config)]
     modules = [family.module_name(path) for path in candidates(config) if not path.of_experts and not path.is_router]
     known = ", ".join(module_names(config))

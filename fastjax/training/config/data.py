@@ -7,11 +7,11 @@ from annotated_types import Predicate
 
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.errors import ConfigError
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import is_count_or_share
 
 
-@section("data")
+@checked("data")
 class DataSection:
     """Training and held-out data."""
 

@@ -10,7 +10,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.policies import POLICIES
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.lora.settings import LoraSettings
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import Count
 
 _POLICY = re.compile(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?")
@@ -19,10 +19,10 @@ Recompute = Annotated[
     bool | Annotated[str, Predicate(lambda text: _POLICY.fullmatch(text) is not None)],
     f"true or false or one of auto, {', '.join(POLICIES)}, or NAME:k for the first k layers",
 ]
-"""What the backward pass recomputes."""
+"""The operations that the backward pass computes again."""
 
 
-@section("model")
+@checked("model")
 class ModelSection:
     """The base model and how it is held."""
 
@@ -105,7 +105,7 @@ class AdapterStart:
     lora_dropout may stand beside it."""
 
 
-@section("lora")
+@checked("lora")
 class LoraSection(LoraSettings, AdapterStart):
     """The adapter, with PEFT's names and meanings."""
 

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from fastjax.errors import ConfigError
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import NotNegative, Part, Positive
 
 
-@section("optimizer")
+@checked("optimizer")
 class OptimizerConfig:
     """The optimizer and its schedule."""
 

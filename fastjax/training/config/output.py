@@ -7,7 +7,7 @@ from annotated_types import Interval, Predicate
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import Cadence, Count
 
 
@@ -15,7 +15,7 @@ def _first_and_last(steps: list[int]) -> bool:
     return not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
 
 
-@section("output")
+@checked("output")
 class OutputSection:
     """The output folder and its contents."""
 

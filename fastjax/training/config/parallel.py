@@ -2,13 +2,13 @@
 
 from typing import Literal
 
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import Count
 
 Devices = Count | Literal["auto"]
 
 
-@section("parallel")
+@checked("parallel")
 class ParallelSection:
     """The devices of a run, by what they split; their product is the number of devices."""
 

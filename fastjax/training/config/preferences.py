@@ -7,7 +7,7 @@ from annotated_types import Interval
 
 from fastjax.data.settings import Pairing
 from fastjax.errors import ConfigError
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import NotNegative, Positive
 
 #: The keys that each loss takes: arguments of its class in `training.preferences`.
@@ -23,7 +23,7 @@ TAKES: dict[str, tuple[str, ...]] = {
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
-@section("preferences")
+@checked("preferences")
 class PreferencesSection:
     """Learning from chosen and rejected answers; a key that the loss has no use for is refused."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from fastjax.options import section
+from fastjax.options import checked
 
 #: The keys of `quantization.fake.WEIGHTS` and of `ACTIVATIONS`, which need JAX.
 QATWeights = Literal[
@@ -27,7 +27,7 @@ QATActivations = Literal["int8", "fp8", "fp8-128", "nvfp4"]
 QATScheme = Literal["int4_weight_only", "int8_dynamic_int4", "float8", "nvfp4", "nf4", "mxfp4", "q4_0", "q8_0"]
 
 
-@section("training.qat")
+@checked("training.qat")
 class QATSettings:
     """The quantisation that a model is trained for."""
 

@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from fastjax.limits import MAX_ROWS, MAX_STEPS
-from fastjax.options import section
+from fastjax.options import checked
 from fastjax.training.config.kinds import Cadence, Count, NotNegative, Part, Positive, Seed
 from fastjax.training.config.qat import NAMED, QATScheme, QATSettings
 
 Rows = Annotated[int, Interval(ge=1, le=MAX_ROWS)]
 
 
-@section("training")
+@checked("training")
 class TrainingSection:
     """Length, batches, evaluation and numerics of the training."""
 

@@ -10,17 +10,19 @@ a reward model its scores, with their mean rewards/mean, and no log-probabilitie
 Routers' losses and label smoothing over the vocabulary are not added.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 from flax.nnx.filterlib import Filter
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fastjax.data.preferences import Role
 from fastjax.models.decoder import Decoder
+from fastjax.options import checked
+from fastjax.training.config.kinds import NotNegative, Positive
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import objectives
 from fastjax.training.preferences.scores import (
@@ -87,7 +89,7 @@ def pairs_of(roles: Array) -> Pairs:
     return Pairs(present, (jnp.sum(chosen) == count) & (jnp.sum(rejected) == count))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("DPOLoss")
 class DPOLoss:
     """`objectives.dpo` over pairs.
 
@@ -97,13 +99,9 @@ class DPOLoss:
         chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
+    beta: Positive = 0.1
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     chunk_size: int | None = None
-
-    def __post_init__(self):
-        _check_positive(self, "beta")
-        _check_label_smoothing(self.label_smoothing)
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -118,7 +116,7 @@ class DPOLoss:
         return pairs.sums(losses, *rewards, **_log_probs(chosen, rejected))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("IPOLoss")
 class IPOLoss:
     """`objectives.ipo` over pairs, of mean log-probabilities.
 
@@ -127,11 +125,8 @@ class IPOLoss:
         chunk_size: as of `DPOLoss`.
     """
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     chunk_size: int | None = None
-
-    def __post_init__(self):
-        _check_positive(self, "beta")
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -146,7 +141,7 @@ class IPOLoss:
         return pairs.sums(losses, *ratios, **_log_probs(*pairs.of(policy.log_probs)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("ORPOLoss")
 class ORPOLoss:
     """ORPO over pairs: the chosen answer's cross-entropy a token and `objectives.odds_ratio`, without a reference.
 
@@ -158,14 +153,9 @@ class ORPOLoss:
         chunk_size: as of `DPOLoss`.
     """
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     nll_tokens: Literal["answer", "all"] = "answer"
     chunk_size: int | None = None
-
-    def __post_init__(self):
-        _check_positive(self, "beta")
-        if self.nll_tokens not in ("answer", "all"):
-            raise ValueError(f"ORPOLoss: nll_tokens: expected answer or all, got {self.nll_tokens!r}")
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -185,7 +175,7 @@ class ORPOLoss:
         return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **own, **_log_probs(chosen, rejected))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("SimPOLoss")
 class SimPOLoss:
     """`objectives.simpo` over pairs, without a reference.
 
@@ -196,14 +186,10 @@ class SimPOLoss:
         chunk_size: as of `DPOLoss`.
     """
 
-    beta: float = 2.0
+    beta: Positive = 2.0
     gamma: float = 1.0
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
     chunk_size: int | None = None
-
-    def __post_init__(self):
-        _check_positive(self, "beta")
-        _check_label_smoothing(self.label_smoothing)
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -215,7 +201,7 @@ class SimPOLoss:
         return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **_log_probs(chosen, rejected))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("KTOLoss")
 class KTOLoss:
     """`objectives.kto` over single answers; a microbatch with answers needs a mismatched document, or it gives NaN.
 
@@ -228,13 +214,10 @@ class KTOLoss:
         chunk_size: as of `DPOLoss`.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: Positive = 1.0
+    undesirable_weight: Positive = 1.0
     chunk_size: int | None = None
-
-    def __post_init__(self):
-        _check_positive(self, "beta", "desirable_weight", "undesirable_weight")
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -256,7 +239,7 @@ class KTOLoss:
         return LossSums(jnp.sum(jnp.where(answers, losses, 0.0)), weight, metrics)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked("RewardLoss")
 class RewardLoss:
     """`objectives.bradley_terry` over pairs, of a reward model's scores.
 
@@ -267,12 +250,7 @@ class RewardLoss:
         center_rewards_coefficient: factor of the square of the two scores' sum.
     """
 
-    center_rewards_coefficient: float = 0.0
-
-    def __post_init__(self):
-        if not self.center_rewards_coefficient >= 0:
-            given = self.center_rewards_coefficient
-            raise ValueError(f"RewardLoss: center_rewards_coefficient: expected 0 or more, got {given}")
+    center_rewards_coefficient: NotNegative = 0.0
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
@@ -287,14 +265,3 @@ class RewardLoss:
 
 def _log_probs(chosen: Array, rejected: Array) -> Mapping[str, Array]:
     return {"logps/chosen": chosen, "logps/rejected": rejected}
-
-
-def _check_positive(loss: Any, *names: str) -> None:
-    for name in names:
-        if not getattr(loss, name) > 0:
-            raise ValueError(f"{type(loss).__name__}: {name}: expected more than 0, got {getattr(loss, name)}")
-
-
-def _check_label_smoothing(value: float) -> None:
-    if not 0 <= value < 0.5:
-        raise ValueError(f"label_smoothing: expected a number in [0, 0.5), got {value}")

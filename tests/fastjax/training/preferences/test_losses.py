@@ -300,9 +300,15 @@ def test_trained_weights_are_no_reference(kind, reason):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (lambda: DPOLoss(beta=0.0), "DPOLoss: beta: expected more than 0, got 0.0"),
-        (lambda: SimPOLoss(label_smoothing=0.5), r"label_smoothing: expected a number in \[0, 0.5\), got 0.5"),
-        (lambda: KTOLoss(undesirable_weight=-1.0), "KTOLoss: undesirable_weight: expected more than 0, got -1.0"),
+        (lambda: DPOLoss(beta=0.0), "^DPOLoss.beta: expected a number greater than 0, got 0.0$"),
+        (
+            lambda: SimPOLoss(label_smoothing=0.5),
+            r"SimPOLoss.label_smoothing: expected a number in \[0, 0.5\), got 0.5",
+        ),
+        (
+            lambda: KTOLoss(undesirable_weight=-1.0),
+            "KTOLoss.undesirable_weight: expected a number greater than 0",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_refused(made, message):

@@ -1,4 +1,4 @@
-"""Sections: what their fields take, how they describe it, and what is said of a mistake."""
+"""Classes of options: what their fields take, how they describe it, and what is said of a mistake."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -7,16 +7,16 @@ import pytest
 from annotated_types import Interval, Predicate
 
 from fastjax.errors import ConfigError
-from fastjax.options import describe, section
+from fastjax.options import checked, describe
 
 
-@section("inner")
+@checked("inner")
 class Inner:
     path: str
     weight: Annotated[float, Interval(gt=0)] | None = None
 
 
-@section("outer")
+@checked("outer")
 class Outer:
     size: Annotated[int, Interval(ge=1, le=8)] = 2
     parts: list[str | Inner] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Sections of settings: frozen dataclasses whose fields pydantic checks, with one sentence for a mistake.
+"""Classes of options: frozen dataclasses whose fields pydantic checks, with one sentence for a mistake.
 
 A field's annotation is the one declaration of its type and range (`annotated_types.Interval`); a text among its
 metadata replaces the description made of these. Rules between fields stand in `__post_init__`.
@@ -26,13 +26,13 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def section(name: str) -> Callable[[type[S]], type[S]]:
-    """Make a class a section: a frozen dataclass that raises ConfigError for a value that does not fit its field.
+def checked(name: str) -> Callable[[type[S]], type[S]]:
+    """Make a class a frozen dataclass that raises ConfigError for a value that does not fit its field.
 
-    Fields that are sections themselves, or lists of them, take mappings too.
+    Fields that are such classes themselves, or lists of them, take mappings too.
 
     Args:
-        name: that errors begin with: of the section in the file.
+        name: that errors begin with, such as that of a section in the file.
     """
 
     def make(kind: type[S]) -> type[S]:
@@ -40,7 +40,7 @@ def section(name: str) -> Callable[[type[S]], type[S]]:
         construct, names = made.__init__, [field.name for field in dataclasses.fields(made)]
 
         @functools.wraps(construct)
-        def checked(self: Any, *values: Any, **settings: Any) -> None:
+        def init(self: Any, *values: Any, **settings: Any) -> None:
             given = dict(zip(names, values, strict=False)) | settings
             hints, settings = hints_of(made), {}
             for key, value in given.items():
@@ -54,8 +54,8 @@ def section(name: str) -> Callable[[type[S]], type[S]]:
             except ValidationError as error:
                 raise ConfigError(_explain(name, hints, given, error)) from error
 
-        made.__init__ = checked
-        made.__section__ = name
+        made.__init__ = init
+        made.__option__ = name
         return made
 
     return make
@@ -97,7 +97,7 @@ def _with_sections(value: Any, inner: Any, where: str) -> Any:
     try:
         return inner(**{str(key): item for key, item in value.items()})
     except ConfigError as error:
-        raise ConfigError(where + str(error).removeprefix(inner.__section__)) from error
+        raise ConfigError(where + str(error).removeprefix(inner.__option__)) from error
 
 
 def _explain(name: str, hints: dict[str, Any], settings: dict[str, Any], error: ValidationError) -> str:
@@ -116,7 +116,7 @@ def _explain(name: str, hints: dict[str, Any], settings: dict[str, Any], error: 
 
 
 def _check_limits(where: str, value: Any) -> None:
-    """Refuse what no setting can be: half a character, infinity, more than `limits` allow."""
+    """Refuse half a character, infinity, and numbers beyond `limits`."""
     for part in _scalars(value):
         expected = None
         if isinstance(part, str) and ("\0" in part or has_surrogate(part)):
