@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,12 @@ def test_no_branch_on_a_family():
                 if names & set(FAMILIES):
                     found.append(f"{path_of(module)}:{node.lineno}")
     assert found == []
+
+
+def test_the_page_names_files_that_exist():
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    whole = re.findall(r"\b(?:fastjax|convert|pallas_kernels|tests|scripts)/[\w/]+(?:\.py)?", page)
+    inside = [f"fastjax/{name}" for name in re.findall(r"`((?:runs|training|models|execution|data|lora)/\w+)`", page)]
+    places = [ROOT / name for name in (*whole, *inside)]
+    assert len(places) > 50
+    assert not [str(place) for place in places if not place.exists() and not place.with_suffix(".py").exists()]

@@ -106,5 +106,7 @@ def test_a_model_with_logits_is_refused():
     base = tiny.model(tiny.shared_folder(num_hidden_layers=2), tiny.config(num_hidden_layers=2))
     with pytest.raises(ConfigError, match="model: expected one with a score in place of logits"):
         RewardLoss()(base.module(), base.trainable_filter, None, key=None)
-    with pytest.raises(ValueError, match="RewardLoss.center_rewards_coefficient: expected a number of at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match="RewardLoss.center_rewards_coefficient: expected a number of at least 0, got -1"
+    ):
         RewardLoss(center_rewards_coefficient=-1)
