@@ -157,10 +157,12 @@ class _Loader(yaml.SafeLoader):
 
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+_OTHER = tuple(f"{_TAG}{kind}" for kind in ("binary", "set", "omap", "pairs"))  # nothing that JSON has
 _TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
 _FLOAT = re.compile(
     r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
 )
+_Loader.yaml_constructors = {tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag not in _OTHER}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, expression) for tag, expression in resolvers if tag not in (f"{_TAG}timestamp", f"{_TAG}float")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

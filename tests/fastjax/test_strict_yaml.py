@@ -50,6 +50,8 @@ def test_scalars_as_settings_have_them():
         ("a: !!timestamp noon", 1, "what cannot be read as timestamp: noon"),
         ("a: !!bool " + "x" * 5000, 1, "what cannot be read as bool: xxx"),
         ("a: !!python/object:os.system x", 1, "could not determine a constructor"),
+        ("a: !!binary aGk=", 1, "could not determine a constructor"),
+        ("a: 1\nb: !!set {c}", 2, "could not determine a constructor"),
         ("a: *" + "b" * 5000, 1, "found undefined alias"),
         ("a: 1\n--- \nb: 1", 2, "but found another document"),
     ],
