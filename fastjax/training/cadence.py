@@ -89,7 +89,7 @@ class Cadence(NamedTuple):
             loss: the held-out loss, in nats.
         """
         best = progress.best_loss
-        if best is None or loss < best - self.threshold:
+        if best is None or math.isnan(best) or loss < best - self.threshold:
             return progress._replace(best_loss=loss, best_step=progress.step, evaluations_since_best=0)
         return progress._replace(evaluations_since_best=progress.evaluations_since_best + 1)
 

@@ -88,6 +88,8 @@ def test_an_evaluation_is_better_by_more_than_the_threshold():
     assert worse == Progress(4, 3.0, 2, 1, 7.0)
     assert cadence.judged(worse._replace(step=6), 2.85) == Progress(6, 2.85, 6, 0, 7.0)
     assert cadence.judged(worse._replace(step=6), float("nan")) == Progress(6, 3.0, 2, 2, 7.0)
+    unknown = cadence.judged(Progress(2), float("nan"))
+    assert cadence.judged(unknown._replace(step=4), 9.0) == Progress(4, 9.0, 4, 0), "any number is better than none"
 
 
 def test_patience_may_be_at_its_end_before_a_step():
