@@ -231,6 +231,9 @@ class TrainingRun:
         wrong = [name for name in extra if not name.startswith("eval_")]
         if wrong:
             raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {', '.join(wrong)}")
+        if taken := found.row(0).keys() & extra.keys():
+            names = ", ".join(sorted(taken))
+            raise ConfigError(f"evaluate: expected names that the evaluation has not itself, got {names}")
         return found._replace(extra={**found.extra, **extra})
 
     def _throughput(self, seconds_before: float) -> Throughput:

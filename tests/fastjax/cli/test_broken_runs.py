@@ -298,6 +298,8 @@ def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
     assert len(seen) == 1
     with pytest.raises(ConfigError, match="evaluate: expected numbers by names that begin with eval_, got exact"):
         light_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
+    with pytest.raises(ConfigError, match="evaluate: expected names that the evaluation has not itself, got eval_loss"):
+        light_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"eval_loss": 1.0})
 
 
 BEST = {
