@@ -148,7 +148,12 @@ class _Given:
             raise ConfigError(f"{self.file}: expected the sections {', '.join(SECTIONS)}, got {shown(content, 80)}")
         for name, section in content.items():
             if name not in SECTIONS:
-                raise ConfigError(f"{self._place(str(name))}{unknown(str(name))}")
+                line = self.document.line([str(name)])
+                where = f"{self.file}: " if line is None else f"{self.file}:{line}: "
+                section, _, key = str(name).partition(".")
+                if section in SECTIONS and key in hints_of(SECTIONS[section]):
+                    raise ConfigError(f"{where}{name}: expected {key} within the section {section}")
+                raise ConfigError(f"{where}{unknown(str(name))}")
             if not isinstance(section, dict):
                 keys = f"expected a section with the keys {', '.join(hints_of(SECTIONS[name]))}"
                 raise ConfigError(f"{self._place(name)}{name}: {keys}, got {shown(section, 80)}")
@@ -167,6 +172,7 @@ class _Given:
                 raise ConfigError(f"--{option}: expected a value, got none")
             if inner:  # of a mapping
                 outer = settings[name].get(key)
+                outer = _parsed(outer) if isinstance(outer, str) else outer
                 settings[name][key] = {**(outer if isinstance(outer, dict) else {}), inner: _parsed(text)}
             else:
                 settings[name][key] = text

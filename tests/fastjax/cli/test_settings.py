@@ -87,6 +87,13 @@ def test_values_on_the_command_line(write, key, text, value):
     assert found == expected and type(found) is type(expected)
 
 
+def test_keys_on_the_command_line_join_a_mapping_in_a_text(write):
+    given = ["--lora.rank_pattern", "{q_proj: 2}", "--lora.rank_pattern.k_proj", "3"]
+    assert parse_train_config(["--config", write(GOOD), *given]).lora.rank_pattern == {"q_proj": 2, "k_proj": 3}
+    quoted = write(GOOD.replace("rank_pattern: {q_proj: 4}", "rank_pattern: '{q_proj: 4}'"))
+    assert parse_train_config(["--config", quoted, *given[2:]]).lora.rank_pattern == {"q_proj": 4, "k_proj": 3}
+
+
 def test_quoted_values_in_the_file_are_read_as_on_the_command_line(write):
     config = parse_train_config(["--config", write(GOOD.replace("r: 8", "r: '8'").replace("1e-4", "'1e-4'"))])
     assert (config.lora.r, config.optimizer.learning_rate) == (8, 1e-4)
@@ -142,6 +149,7 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
          "optimizer.learning_rate? `fastjax train --help` lists all settings"),
         (NEEDED + "learning_rate: 1e-4\n", "{file}:4: learning_rate: unknown; did you mean optimizer.learning_rate? "
          "`fastjax train --help` lists all settings"),
+        (NEEDED + "lora.r: 8\n", "{file}:4: lora.r: expected r within the section lora"),
         (NEEDED + "training: {5: 6}\n", "{file}:4: training.5: unknown; expected one of the keys of training: "
          "per_device_train_batch_size, gradient_accumulation_steps, num_train_epochs, max_steps, "
          "per_device_eval_batch_size, eval_steps, early_stopping_patience, early_stopping_threshold, group_by_length, "
