@@ -186,7 +186,14 @@ class Trainer:
                 "full_finetuning=True, got one of which nothing is trained"
             )
         qat = settings.training.quantization
-        self._taken = model
+        self._taken, made = model, model.quantization_aware
+        if qat is not None and made is not None:
+            asked = (qat.weights, qat.activations, tuple(qat.modules_to_not_quantize))
+            if asked != (made.weights, made.activations, tuple(made.modules_to_not_quantize)):
+                raise ConfigError(
+                    f"training.qat: expected that of the model, {made.weights} with inputs in {made.activations}, got "
+                    f"{qat.weights} with inputs in {qat.activations}; load the model again for another"
+                )
         if qat is not None and model.quantization_aware is None:
             model = with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
         if settings.max_seq_length is not None:

@@ -265,6 +265,14 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
+def test_a_model_that_is_trained_for_a_format_is_not_for_another(model, tmp_path):
+    data = {"train_dataset": rows(), "console": quiet()}
+    aware = Trainer(model, settings=settings(tmp_path, eval_steps=None, qat="nf4"), **data).model
+    Trainer(aware, settings=settings(tmp_path, eval_steps=None, qat="nf4"), **data)
+    with pytest.raises(ConfigError, match="training.qat: expected that of the model, nf4 .* got q8_0"):
+        Trainer(aware, settings=settings(tmp_path, eval_steps=None, qat="q8_0"), **data)
+
+
 def test_a_model_says_what_it_is_and_computes_logits_and_answers(model):
     model = ModelHandle(model)
     assert repr(model).startswith("LanguageModel(llama, ") and "trained: r=4" in repr(model) and "NF4" in repr(model)
