@@ -23,7 +23,8 @@ from fastjax.models.layout import LayerStack
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny
-from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURES, NESTED
+from tests.support.family_variants import IDLE, MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 
 EVERY = {**CONFIGS, **MIXTURES}
 
@@ -72,8 +73,8 @@ _OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"
 def test_fields_that_change_nothing_are_a_list():
     """What is on it may hold anything; what is not is refused, as are layers' types that transformers reads past."""
     config = families.LLAMA
-    for name in families.IDLE:
-        assert read_config(config | {name: families.IDLE[name]}) == read_config(config), name
+    for name in IDLE:
+        assert read_config(config | {name: IDLE[name]}) == read_config(config), name
     layer_types = {"layer_types": [families.FULL, families.SLIDING, families.FULL]}
     wrong = [{"rope_interleaved": True}, {"model_max_len": 77}, {"clip_qkv": 8.0}, layer_types]
     for fields in wrong:

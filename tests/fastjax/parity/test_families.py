@@ -14,7 +14,8 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURES, NESTED
+from tests.support.family_variants import MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
