@@ -120,7 +120,7 @@ PEAK_FLOPS: dict[str, PeakFlops] = {
     ),  # Ada GPU Architecture, appendix A
     "Tesla T4": PeakFlops(65e12, None, 8.1e12, bfloat16=False),  # T4 data sheet
 }
-"""What NVIDIA states, by `jax.Device.device_kind`; a part of a GPU (MIG) has a name of its own and is not listed."""
+"""As NVIDIA states them, by `jax.Device.device_kind`; a part of a GPU (MIG) has a name of its own and is not listed."""
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9  # sixteen lanes
 _SM90, _SM80, _SM86, _SM75 = (

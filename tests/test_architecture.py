@@ -32,7 +32,7 @@ OTHER_NAMES = {
     "convert/model/paths.py": "the parser itself",
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
-    "fastjax/commands/hints.py": "likewise",
+    "fastjax/commands/hints.py": "keys of the settings, section.key",
     "fastjax/config_import/job.py": "likewise",
     "fastjax/runs/hub_names.py": "likewise",
     "fastjax/runs/settings_changes.py": "likewise",

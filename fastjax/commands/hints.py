@@ -1,4 +1,4 @@
-"""What a misspelt or misplaced setting was probably meant to be."""
+"""Hints for misspelt and misplaced settings."""
 
 import difflib
 

@@ -31,7 +31,7 @@ def import_settings(tool: Tool, content: Mapping[Any, Any], file: Path) -> Job:
         file: the file's name.
 
     Returns:
-        What became of each key.
+        The report: each key with the setting or the reason that it has here.
 
     Raises:
         ConfigError: keys that change the result and have no equivalent, or values that the tool itself could not take.

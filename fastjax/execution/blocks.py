@@ -29,7 +29,7 @@ Pass = Callable[..., Any]
 
 
 class Transforms(NamedTuple):
-    """What is done to the layers of a stack, hashable.
+    """The transforms of the layers of a stack, hashable.
 
     Attributes:
         gather: logical axes of their arrays, for what comes from other devices (`gathered`); None: these come whole.

@@ -1,4 +1,4 @@
-"""What all layers read beside the residual stream, made once a batch."""
+"""Inputs that all layers share beside the residual stream, made once a batch."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Slots(NamedTuple):
     Attributes:
         index: slot of the first of the S new tokens.
         filled: which of T slots hold tokens (the new ones included), int32 1 or 0.
-        tokens: which of the new ones are tokens and no padding, likewise.
+        tokens: which of the new ones are tokens and no padding, int32 1 or 0.
     """
 
     index: Int[Array, ""]

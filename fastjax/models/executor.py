@@ -1,4 +1,4 @@
-"""What a decoder asks of the way in which it is executed, and the plain way: one layer after another."""
+"""The interface of a decoder's execution, and the plain one: one layer after another."""
 
 import dataclasses
 from typing import Any, Protocol, TypeVar
@@ -22,7 +22,7 @@ class Executor(Protocol):
     """
 
     def own_tokens(self, arrays: T) -> T:
-        """Those of a batch's arrays [B, S, …] that the layers compute here."""
+        """The part of a batch's arrays [B, S, …] that the layers compute here."""
         ...
 
     def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:

@@ -52,7 +52,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """What mixes its tokens."""
+        """The mixer of its tokens."""
         return getattr(self, self.block)
 
     def __call__(

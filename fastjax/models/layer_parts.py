@@ -12,7 +12,7 @@ from fastjax.models.projection import Projection
 
 
 class LayerParts(NamedTuple):
-    """What a layer is built of.
+    """The arrays and settings that a layer is built of.
 
     Attributes:
         config: the model's.

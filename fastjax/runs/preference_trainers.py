@@ -212,7 +212,7 @@ class RewardConfig(PreferenceArguments):
 
 
 class PreferenceTrainer(TRLTrainer):
-    """What the trainers share."""
+    """The base of the trainers for preferences."""
 
     def __init__(self, model: LanguageModel, **named: Any):
         """Look at the settings; see `TRLTrainer`, whose arguments have no order here, as TRL's have another."""

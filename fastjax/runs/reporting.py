@@ -18,7 +18,7 @@ from fastjax.training.trackers import Place, make_trackers
 
 
 class Reporting:
-    """What a run reports outside its loop; the first process alone has sinks.
+    """Reports of a run outside its loop; only the first process has sinks.
 
     Attributes:
         sinks: take the rows. The file is the first, so that a tracker that fails cannot keep a row from it.

@@ -60,7 +60,7 @@ def run_loss(config: TrainConfig) -> Loss:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecipe:
-    """What a run's train step is made of beside its model: training, its plan and its export make the same step.
+    """The inputs of a run's train step beside its model: training, its plan and its export make the same step.
 
     Attributes:
         config: the run.
@@ -327,7 +327,7 @@ class RunShapes:
 
 
 def _shape(array: Any) -> Any:
-    """Of an array, and where it is."""
+    """Shape, dtype and memory of an array."""
     found = jax.ShapeDtypeStruct(array.shape, array.dtype)
     return to_host_memory(found) if in_host_memory(array) else found
 

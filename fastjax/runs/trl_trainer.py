@@ -1,4 +1,4 @@
-"""What trainers with TRL's names have in common: its arguments and methods, over a `Trainer`."""
+"""The base of the trainers with TRL's names: its arguments and methods, over a `Trainer`."""
 
 import abc
 from collections.abc import Iterator, Sequence
@@ -36,10 +36,10 @@ class TRLTrainer(abc.ABC):
 
         Args:
             model: with an adapter; or with every weight trained, but not for DPO and KTO. A reward model is one that
-                `LanguageModel.with_score_head` has made.
+                `with_score_head` has made.
             args: the settings, a `Config`.
             train_dataset: as of `Trainer`.
-            eval_dataset: likewise.
+            eval_dataset: held-out data, as of `Trainer`.
             processing_class: the tokenizer; None: the model's own.
             tokenizer: its older name.
             callbacks: as of `Trainer`.

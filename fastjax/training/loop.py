@@ -215,7 +215,7 @@ class Loop:
 
     @property
     def actions(self) -> Actions:
-        """What comes after the last step; evaluation first, from whose loss the others follow."""
+        """The actions after the last step; evaluation first, since the others follow from its loss."""
         evaluated = self._evaluated == self.progress.step
         return self.cadence.after(self.progress, evaluated=evaluated, signalled=self.signalled)
 

@@ -163,7 +163,7 @@ class Saving(Observer):
             step: that it is the state after.
 
         Returns:
-            What was kept, in words.
+            The kept checkpoint, in words.
         """
         if step == 0:
             return NOTHING_KEPT

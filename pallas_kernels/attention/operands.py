@@ -1,4 +1,4 @@
-"""What the implementations of attention read, for the forward and for the backward pass."""
+"""Arguments of the implementations of attention, forward and backward."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What the backward pass reads beside the operands, whose sinks are in the log-sum-exp already.
+    """Inputs of the backward pass beside the operands, whose sinks are already in the log-sum-exp.
 
     Attributes:
         lse: the log-sum-exp of each query's logits, float32; +inf for a query that sees nothing.

@@ -127,7 +127,7 @@ class StepCase:
 
     @property
     def kept(self) -> str:
-        """What the backward pass recomputes, what lies in the host's memory beside, and a chunk that is given."""
+        """The policy of rematerialisation, the arrays in the host's memory and a given chunk, in words."""
         there = {
             "embedding": self.offload_embedding,
             "layers": self.offload_layers,

@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """What tells it from others of its model."""
+        """The words that distinguish it from other lines of its model."""
         case = self.case
         mesh = "" if case.mesh is None else case.where
         words = mesh, case.rows, case.kept, case.layer_loop, case.attention or "", *case.compiler_options

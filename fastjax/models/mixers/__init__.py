@@ -1,4 +1,4 @@
-"""What mixes the tokens of a row in a layer.
+"""Mixers: the part of a layer that moves values between the tokens of a row.
 
 A mixer is a module that computes whole rows of documents in training, and in generation a few new tokens after those
 whose `LayerState` it is given. A new kind is a class of settings with the name of its block (`convert.model.layers`),
@@ -20,7 +20,7 @@ from fastjax.models.projection import Projection
 
 
 class LayerState(Protocol):
-    """What a layer keeps of the tokens so far, a pytree.
+    """The state that a layer keeps of the tokens so far, a pytree.
 
     Attributes:
         AXES: the names of each leaf's axes: "batch", "length" (a slot a token), and logical axes of weights.
@@ -30,7 +30,7 @@ class LayerState(Protocol):
 
 
 class Mixing(Protocol):
-    """What a layer calls to mix its tokens."""
+    """The calls that a layer makes of its mixer."""
 
     def united(self, dtype: jnp.dtype) -> Projection | None:
         """The projection of its input that takes what `lora.norm` makes of it; None: there is none.
@@ -105,8 +105,8 @@ class Mixer(Mixing, Protocol):
             x: normalised inputs.
             state: of the tokens before.
             context: of all layers, with `slots`.
-            residual: as of a call.
-            made: likewise.
+            residual: the residual stream, to which the output is added; None: the output is returned alone.
+            made: what `lora.norm` has made of x for `united`.
         """
         ...
 

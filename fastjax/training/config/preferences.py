@@ -45,7 +45,7 @@ class PreferencesSection:
     desirable_weight: Positive | None = None
     """of kto, factor of the losses of desirable answers; null: 1."""
     undesirable_weight: Positive | None = None
-    """likewise of undesirable ones; null: 1."""
+    """of kto, factor of the losses of undesirable answers; null: 1."""
     center_rewards_coefficient: NotNegative | None = None
     """of reward, factor of the square of the two scores' sum, which keeps their mean near 0; null: 0."""
     precompute_ref_log_probs: bool = False

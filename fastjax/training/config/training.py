@@ -58,7 +58,7 @@ class TrainingSection:
     router_aux_loss_coef: NotNegative = 0.0
     """of a mixture of experts: factor of the load-balancing loss that is added to the loss."""
     router_z_loss_coef: NotNegative = 0.0
-    """likewise: factor of the mean square of the router logits' logsumexp."""
+    """of a mixture of experts: factor of the mean square of the router logits' logsumexp."""
     qat: QATScheme | QATSettings | None = None
     """quantisation-aware training: the layers' matrices have the values that they will decode to after quantisation, an
     adapter merged first; gradients pass straight through. A name: int4_weight_only (int4-32), int8_dynamic_int4

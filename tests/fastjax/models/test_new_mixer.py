@@ -59,7 +59,7 @@ class State(NamedTuple):
 
 
 def chosen(rows, some, others):
-    """Of two states, row by row."""
+    """One of two states, row by row."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (a.ndim - 1)), a, b), some, others)
 
 

@@ -1,4 +1,4 @@
-"""What Unsloth is given: a model folder, the cases that differ for it, and none that it does not serve."""
+"""Unsloth's column: its model folder, the cases that differ for it, and none that it does not serve."""
 
 import dataclasses
 
