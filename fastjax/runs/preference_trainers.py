@@ -5,38 +5,19 @@ The defaults are TRL's. A name that is not served says what to use instead. A ro
 its prompt with the completion of another one) unless `packing` is set, so a batch is what it is in TRL.
 """
 
-import abc
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+from fastjax.data.settings import TooLong
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import TrainerSettings
-from fastjax.runs.trl_arguments import SharedArguments, arguments
-from fastjax.runs.trl_trainer import TRLTrainer
-from fastjax.training.config import PreferencesSection
-
-_REFERENCE = "the model as training begins, with the adapter that it has by then, which is the reference"
-_SECTION = "TrainerSettings(preferences=PreferencesSection(…)) for what losses there are"
-#: Names with another place -> which.
-_ELSEWHERE = {
-    "max_prompt_length": "max_length, over prompt and answer together",
-    "max_completion_length": "max_length, over prompt and answer together",
-    "ref_model": _REFERENCE,
-    "precompute_ref_log_probs": "a loss with a reference",
-    "precompute_ref_batch_size": "per_device_eval_batch_size",
-    "sync_ref_model": "a reference that stays",
-    "generate_during_eval": "Trainer's evaluate",
-    "router_aux_loss_coef": "a loss without it",
-    "quantization_config": "FastLanguageModel.from_pretrained",
-    **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting", "alpha", "is_encoder_decoder"), _SECTION),
-}
+from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
 
 
 @arguments
-class PreferenceArguments(SharedArguments, abc.ABC):
-    """What the configs share; further ones: `SharedArguments`.
+class PreferenceArguments(SharedArguments):
+    """Arguments that the configs share; further ones: `SharedArguments`.
 
     Attributes:
         max_length: tokens of a prompt with its answer, at most; a row of the model's max_seq_length holds two of them.
@@ -47,29 +28,8 @@ class PreferenceArguments(SharedArguments, abc.ABC):
     disable_dropout: bool = True
     packing: bool = False
 
-    def _expect(self, name: str, *known: str) -> None:
-        if getattr(self, name) not in known:
-            raise ConfigError(
-                f"{type(self).__name__}: {name}: expected {' or '.join(known)}, got {getattr(self, name)!r}"
-            )
-
-    def elsewhere(self) -> Mapping[str, str]:
-        """Names with another place -> which."""
-        return _ELSEWHERE
-
-    def preferences(self) -> PreferencesSection:
-        """The section `preferences`: what has the same name there."""
-        return PreferencesSection(**self.named_alike(PreferencesSection) | self.section())
-
-    @abc.abstractmethod
-    def section(self) -> dict[str, Any]:
-        """The loss, and what has another name in the section or is not the argument's."""
-
-    def settings(self, model: LanguageModel) -> TrainerSettings:
-        """The trainer's settings.
-
-        Args:
-            model: that is trained.
+    def settings(self, model: LanguageModel, **more: Any) -> TrainerSettings:
+        """The trainer's settings; see `SharedArguments.settings`.
 
         Raises:
             ConfigError: a dtype or dropout that the model does not have.
@@ -79,25 +39,19 @@ class PreferenceArguments(SharedArguments, abc.ABC):
                 f"{type(self).__name__}: disable_dropout: expected false over an adapter with lora_dropout="
                 f"{model.lora.lora_dropout}, got true; make the adapter with lora_dropout=0"
             )
-        return TrainerSettings(*self.sections(model), self.preferences(), packing=self.packing)
+        return super().settings(model, **more)
 
 
 @arguments
-class PolicyArguments(PreferenceArguments, abc.ABC):
-    """What those of log-probabilities share.
+class PolicyArguments(PreferenceArguments):
+    """Arguments of the losses over log-probabilities.
 
     Attributes:
-        truncation_mode: "keep_start": the beginning of what is longer is kept.
         beta: as in `PreferencesSection`.
     """
 
     learning_rate: float = 1e-6
-    truncation_mode: str = "keep_start"
     beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect("truncation_mode", "keep_start")
 
 
 @arguments
@@ -106,37 +60,25 @@ class DPOConfig(PolicyArguments):
 
     Attributes:
         loss_type: "sigmoid" (DPO) or "ipo".
-        label_smoothing: nothing, as of these two in TRL; of cDPO it is `PreferencesSection`'s.
         precompute_ref_log_probs: as in `PreferencesSection`.
     """
 
+    losses = {"sigmoid": "dpo", "ipo": "ipo"}
     loss_type: str | Sequence[str] = "sigmoid"
-    label_smoothing: float = 0.0
     precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_type, str) and len(self.loss_type) == 1:
             self.loss_type = self.loss_type[0]
         super().__post_init__()
-        self._expect("loss_type", "sigmoid", "ipo")
-        if self.label_smoothing:
-            raise ConfigError(
-                f"DPOConfig: label_smoothing: expected 0 with loss_type {self.loss_type!r}, of which TRL has none, got "
-                f"{self.label_smoothing}; cDPO is PreferencesSection('dpo', label_smoothing=…)"
-            )
-
-    def section(self) -> dict[str, Any]:
-        """DPO or IPO."""
-        return {"loss": "ipo" if self.loss_type == "ipo" else "dpo", "label_smoothing": None}
 
 
 @arguments
 class ORPOConfig(PolicyArguments):
     """TRL's settings of ORPO; its first term is over all tokens of the chosen documents, as there."""
 
-    def section(self) -> dict[str, Any]:
-        """ORPO."""
-        return {"loss": "orpo", "nll_tokens": "all"}
+    losses = {None: "orpo"}
+    nll_tokens: ClassVar = "all"
 
 
 @arguments
@@ -146,22 +88,15 @@ class KTOConfig(PolicyArguments):
     Attributes:
         loss_type: "kto".
         desirable_weight: as in `PreferencesSection`.
-        undesirable_weight: likewise.
-        precompute_ref_log_probs: likewise.
+        undesirable_weight: as in `PreferencesSection`.
+        precompute_ref_log_probs: as in `PreferencesSection`.
     """
 
+    losses = {"kto": "kto"}
     loss_type: str = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     precompute_ref_log_probs: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect("loss_type", "kto")
-
-    def section(self) -> dict[str, Any]:
-        """KTO."""
-        return {"loss": "kto"}
 
 
 @arguments
@@ -175,20 +110,17 @@ class CPOConfig(PolicyArguments):
         label_smoothing: as in `PreferencesSection`.
     """
 
+    losses = {"simpo": "simpo"}
+    choices = {**SharedArguments.choices, "cpo_alpha": (0,)}
     loss_type: str = "sigmoid"
     cpo_alpha: float = 1.0
     simpo_gamma: float = 0.5
     label_smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect("loss_type", "simpo")
-        if self.cpo_alpha:
-            raise ConfigError(f"CPOConfig: cpo_alpha: expected 0, which is SimPO, got {self.cpo_alpha}")
-
-    def section(self) -> dict[str, Any]:
-        """SimPO."""
-        return {"loss": "simpo", "gamma": self.simpo_gamma}
+    @property
+    def gamma(self) -> float:
+        """SimPO's margin by its name in `PreferencesSection`."""
+        return self.simpo_gamma
 
 
 @arguments
@@ -199,54 +131,37 @@ class RewardConfig(PreferenceArguments):
         center_rewards_coefficient: as in `PreferencesSection`.
     """
 
+    losses = {None: "reward"}
+    too_long: ClassVar[TooLong] = "drop"
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
 
-    def section(self) -> dict[str, Any]:
-        """A reward model's."""
-        return {"loss": "reward"}
 
-    def settings(self, model: LanguageModel) -> TrainerSettings:
-        """The trainer's settings; see `PreferenceArguments.settings`."""
-        return dataclasses.replace(super().settings(model), too_long="drop")
-
-
-class PreferenceTrainer(TRLTrainer):
-    """The base of the trainers for preferences."""
-
-    def __init__(self, model: LanguageModel, **named: Any):
-        """Look at the settings; see `TRLTrainer`, whose arguments have no order here, as TRL's have another."""
-        super().__init__(model, **named)
-
-    def _settings(self, model: LanguageModel) -> TrainerSettings:
-        return self.args.settings(model)
-
-
-class DPOTrainer(PreferenceTrainer):
+class DPOTrainer(TRLTrainer):
     """TRL's trainer of DPO and IPO."""
 
     Config = DPOConfig
 
 
-class ORPOTrainer(PreferenceTrainer):
+class ORPOTrainer(TRLTrainer):
     """TRL's trainer of ORPO."""
 
     Config = ORPOConfig
 
 
-class KTOTrainer(PreferenceTrainer):
+class KTOTrainer(TRLTrainer):
     """TRL's trainer of KTO, whose rows are shuffled; mismatched prompts have the completions before theirs."""
 
     Config = KTOConfig
 
 
-class CPOTrainer(PreferenceTrainer):
+class CPOTrainer(TRLTrainer):
     """TRL's trainer of CPO, for SimPO."""
 
     Config = CPOConfig
 
 
-class RewardTrainer(PreferenceTrainer):
+class RewardTrainer(TRLTrainer):
     """TRL's trainer of reward models, over pairs that may have a `margin`."""
 
     Config = RewardConfig

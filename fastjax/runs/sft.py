@@ -12,8 +12,7 @@ from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import TrainerSettings, first_record
-from fastjax.runs.trl_arguments import SharedArguments, arguments
-from fastjax.runs.trl_trainer import TRLTrainer
+from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +44,7 @@ class SFTConfig(SharedArguments):
         return None if self.dataset_text_field == "text" else {"text": self.dataset_text_field}
 
     def settings(
-        self, model: LanguageModel, conversations: bool, parts: dict[str, str] | None = None
+        self, model: LanguageModel, conversations: bool = False, parts: dict[str, str] | None = None, **more: Any
     ) -> TrainerSettings:
         """The trainer's settings.
 
@@ -53,18 +52,14 @@ class SFTConfig(SharedArguments):
             model: that is trained.
             conversations: whether rows are such, without a prompt of their own.
             parts: what begins instructions and responses in rows of text; None: these are learnt whole.
+            more: as of `SharedArguments.settings`.
 
         Raises:
             ConfigError: a dtype or length that the model does not have.
         """
         whole = not self.assistant_only_loss if conversations else self.completion_only_loss is False
-        return TrainerSettings(
-            *self.sections(model),
-            max_seq_length=self.max_length,
-            columns=self.columns,
-            packing=self.packing,
-            loss_on=parts or ("all" if whole else "responses"),
-        )
+        loss_on = parts or ("all" if whole else "responses")
+        return super().settings(model, max_seq_length=self.max_length, loss_on=loss_on, **more)
 
 
 class SFTTrainer(TRLTrainer):
@@ -72,12 +67,19 @@ class SFTTrainer(TRLTrainer):
 
     Config = SFTConfig
 
-    def __init__(self, model: LanguageModel, args: SFTConfig | None = None, *given: Any, **named: Any):
+    def __init__(
+        self,
+        model: LanguageModel,
+        args: SFTConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        **named: Any,
+    ):
         """Look at the settings; see `TRLTrainer`."""
         self._parts: dict[str, str] | None = None
         if "max_seq_length" in named:
             named["max_length"] = named.pop("max_seq_length")
-        super().__init__(model, args, *given, **named)
+        super().__init__(model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
 
     def _settings(self, model: LanguageModel) -> TrainerSettings:
         first = self._first()

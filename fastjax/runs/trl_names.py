@@ -11,6 +11,8 @@ _EVALUATE = "Trainer's evaluate"
 _HUB = "model.push_to_hub"
 _OPTIMIZER = "Trainer(optimizer=…)"
 _PARALLEL = "fastjax train with parallel.fsdp"
+_REFERENCE = "the model as training begins, with the adapter that it has by then, which is the reference"
+_SECTION = "TrainerSettings(preferences=PreferencesSection(…)) for what losses there are"
 _TRACKERS = "report_to with tensorboard or wandb"
 
 #: Names that change nothing here.
@@ -77,4 +79,16 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "dataset_kwargs": ((), "rows of token ids, which are taken as they are"),
     "padding_free": ((), "packing"),
     "eval_packing": ((True,), "packing, which is the evaluation's too"),
+    **dict.fromkeys(
+        ("max_prompt_length", "max_completion_length"), ((), "max_length, over prompt and answer together")
+    ),
+    "ref_model": ((), _REFERENCE),
+    "precompute_ref_log_probs": ((), "a loss with a reference"),
+    "precompute_ref_batch_size": ((), "per_device_eval_batch_size"),
+    "sync_ref_model": ((), "a reference that stays"),
+    "generate_during_eval": ((), _EVALUATE),
+    "router_aux_loss_coef": ((), "a loss without it"),
+    "quantization_config": ((), "FastLanguageModel.from_pretrained"),
+    "label_smoothing": ((), "PreferencesSection('dpo', label_smoothing=…) of Trainer, which is cDPO"),
+    **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting", "alpha", "is_encoder_decoder"), ((), _SECTION)),
 }

@@ -159,7 +159,7 @@ def test_a_chat_template_by_name():
 )
 def test_what_names_become(loaded, given, section, expected):
     """As transformers means them: below 1 warmup_steps are a share, and "constant" has no warm-up."""
-    settings = SFTConfig(**given).settings(loaded[0], True)
+    settings = SFTConfig(**given).settings(loaded[0])
     found = (settings.output, settings.training, settings.optimizer)[section]
     assert {name: getattr(found, name) for name in expected} == expected
 
