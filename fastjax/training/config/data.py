@@ -8,7 +8,7 @@ from annotated_types import Predicate
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.training.config.kinds import is_count_or_share
+from fastjax.options.kinds import is_count_or_share
 
 
 @checked("data")

@@ -11,7 +11,7 @@ from fastjax.execution.policies import POLICIES
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.lora.settings import LoraSettings
 from fastjax.options import checked
-from fastjax.training.config.kinds import Count
+from fastjax.options.kinds import Count
 
 _POLICY = re.compile(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?")
 

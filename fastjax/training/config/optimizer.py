@@ -7,7 +7,7 @@ from annotated_types import Interval
 
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.training.config.kinds import NotNegative, Part, Positive
+from fastjax.options.kinds import NotNegative, Part, Positive
 
 
 @checked("optimizer")

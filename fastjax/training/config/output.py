@@ -8,7 +8,7 @@ from annotated_types import Interval, Predicate
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.training.config.kinds import Cadence, Count
+from fastjax.options.kinds import Cadence, Count
 
 
 def _first_and_last(steps: list[int]) -> bool:

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from fastjax.options import checked
-from fastjax.training.config.kinds import Count
+from fastjax.options.kinds import Count
 
 Devices = Count | Literal["auto"]
 

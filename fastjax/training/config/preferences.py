@@ -8,7 +8,7 @@ from annotated_types import Interval
 from fastjax.data.settings import Pairing
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.training.config.kinds import NotNegative, Positive
+from fastjax.options.kinds import NotNegative, Positive
 
 #: The keys that each loss takes: arguments of its class in `training.preferences`.
 TAKES: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ from annotated_types import Interval
 
 from fastjax.limits import MAX_ROWS, MAX_STEPS
 from fastjax.options import checked
-from fastjax.training.config.kinds import Cadence, Count, NotNegative, Part, Positive, Seed
+from fastjax.options.kinds import Cadence, Count, NotNegative, Part, Positive, Seed
 from fastjax.training.config.qat import NAMED, QATScheme, QATSettings
 
 Rows = Annotated[int, Interval(ge=1, le=MAX_ROWS)]

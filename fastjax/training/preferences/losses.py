@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from fastjax.data.preferences import Role
 from fastjax.models.decoder import Decoder
 from fastjax.options import checked
-from fastjax.training.config.kinds import NotNegative, Positive
+from fastjax.options.kinds import NotNegative, Positive
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import objectives
 from fastjax.training.preferences.scores import (
