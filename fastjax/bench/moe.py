@@ -20,8 +20,7 @@ from fastjax.bench.tables import Bench
 from fastjax.bench.timing import Case
 from fastjax.lora.experts import Arrays, Block, routed_experts
 from fastjax.lora.rank_products import Part
-from fastjax.quantization import NF4Weight
-from fastjax.quantization.mxfp4 import MXFP4Weight
+from fastjax.quantization import MXFP4Weight, NF4Weight
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.shapes import BENCHMARK, BLOCK, FEW, Shape

@@ -24,9 +24,7 @@ from fastjax.execution.load import Held, hold, plan_held, quantize_matrix
 from fastjax.execution.places import fill_tree
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
-from fastjax.quantization import Int4Weight, NVFP4Weight, WeightLike
-from fastjax.quantization.fp8 import FP8Weight
-from fastjax.quantization.mxfp4 import MXFP4Weight
+from fastjax.quantization import FP8Weight, Int4Weight, MXFP4Weight, NVFP4Weight, WeightLike
 from pallas_kernels.nf4 import DYNAMIC_MAP
 
 

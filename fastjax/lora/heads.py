@@ -28,7 +28,7 @@ from fastjax.lora.rank_products import (
 )
 from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.float8 import places
-from fastjax.quantization.weights import WeightLike, as_weight, matmul_transposed, weight_gradient
+from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels.float8 import flat_rows, scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
@@ -110,7 +110,7 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
 
     island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES, ROWS))
     dbase, dproducts, shares, rows = island(gradients, products, lora_B, arrays.cos, arrays.sin)
-    dx: Any = matmul_transposed(dbase, arrays.weight) if rows is None else weight.transposed_scaled(rows)
+    dx: Any = as_weight(arrays.weight).transposed(dbase) if rows is None else weight.transposed_scaled(rows)
     dx = scaled_values(dx).astype(x.dtype)
     dB, given = gradients_of_B(parts, shares), arrays.made is not None
     if given:
@@ -118,7 +118,7 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
     else:
         dx, dA = rank_product_gradients(parts, arrays.matrices, dx, x, dproducts, arrays.key)
     trained = into_dtypes({name: (dA[name], dB[name]) for name in dB}, arrays.matrices)
-    dweight = weight_gradient(dbase, x, arrays.weight)
+    dweight = as_weight(arrays.weight).gradient(dbase, x)
     return dx, Arrays(dweight, None, None, trained, None, Made(dproducts, None) if given else None)  # pyright: ignore
 
 

@@ -30,7 +30,7 @@ from fastjax.lora.rank_products import (
     slot,
     stacked_B,
 )
-from fastjax.quantization.weights import WeightLike, as_weight, matmul, matmul_transposed, rows_of, weight_gradient
+from fastjax.quantization.weights import WeightLike, as_weight, matmul, rows_of
 from fastjax.residuals import name_residual
 
 
@@ -166,13 +166,13 @@ def _backward(parts, residuals, dy):
         dscales = {name: dscales[name] for name in scales}
         dy = (wide * _columns(parts, scales)).astype(dy.dtype)
     dproducts, dB = product_gradients(parts, dy, inner, stacked_B(parts, matrices, dy.dtype, slot(parts)))
-    dx, dread = matmul_transposed(dy, weight), None
+    dx, dread = as_weight(weight).transposed(dy), None
     if dropped is None:
         dx, dA = rank_product_gradients(parts, matrices, dx, x, dproducts, key)
     else:
         dread, dA = rank_product_gradients(parts, matrices, jnp.zeros_like(dropped), dropped, dproducts, key)
     gradients = into_dtypes({name: (dA[name], dB[name]) for name in dA}, matrices)
-    return dx, dresidual, dread, weight_gradient(dy, x, weight), gradients, dscales, None
+    return dx, dresidual, dread, as_weight(weight).gradient(dy, x), gradients, dscales, None
 
 
 _unit.defvjp(_forward, _backward)

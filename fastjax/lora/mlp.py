@@ -35,9 +35,10 @@ from fastjax.lora.rank_products import (
     with_adapter,
 )
 from fastjax.parallel import ROWS, SHARES, local
+from fastjax.quantization.dense import linear
 from fastjax.quantization.float8 import places
 from fastjax.quantization.weight import Weight
-from fastjax.quantization.weights import WeightLike, as_weight, linear, matmul_transposed, weight_gradient
+from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels.float8 import Rounded, flat_rows, product_of, scaled_values
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
@@ -176,7 +177,7 @@ def _backward(block: Block, residuals, dy):
         if arrays.bias is not None:
             column = max(part.rank for part in block.parts)
             dbias = dB[:, :, column].reshape(-1).astype(arrays.bias.dtype)
-    dweight, ddown = weight_gradient(dgate_up, x, arrays.gate_up), weight_gradient(dy, h, arrays.down)
+    dweight, ddown = as_weight(arrays.gate_up).gradient(dgate_up, x), as_weight(arrays.down).gradient(dy, h)
     return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, made)  # pyright: ignore
 
 
@@ -216,11 +217,11 @@ def _through_gate_up(block: Block, arrays: Arrays, inner: Inner | None, dgate_up
     Where the large product reads float8, rows are rounded in the pass that makes the rank products' gradient.
     """
     if inner is None:
-        return matmul_transposed(dgate_up, arrays.gate_up), None
+        return as_weight(arrays.gate_up).transposed(dgate_up), None
     lora_B = inner.lora_B.reshape(-1, inner.lora_B.shape[-1])
     if absmax is None:
         stacked = block_matrix(lora_B, tuple(part.rows for part in block.parts))
-        return matmul_transposed(dgate_up, arrays.gate_up), linear(dgate_up, stacked.T)
+        return as_weight(arrays.gate_up).transposed(dgate_up), linear(dgate_up, stacked.T)
     dproducts, rows = rounded_with_products(block.parts, dgate_up, absmax, lora_B)
     dx: Any = as_weight(arrays.gate_up).transposed_scaled(rows)  # pyright: ignore[reportArgumentType]
     return scaled_values(dx).astype(dgate_up.dtype), dproducts

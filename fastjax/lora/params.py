@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fastjax.quantization.weights import WeightLike, dequantize, linear
+from fastjax.quantization.dense import linear
+from fastjax.quantization.weights import WeightLike, dequantize
 
 
 class BaseParam(nnx.Param):

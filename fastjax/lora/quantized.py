@@ -22,8 +22,9 @@ from jaxtyping import Array, Bool, Float
 from fastjax.lora.linear import describe, matrices_of, project
 from fastjax.lora.params import LoraLinear
 from fastjax.lora.rank_products import Matrices, Part, into_dtypes, over_tokens
+from fastjax.quantization.dense import linear
 from fastjax.quantization.fake import Scheme, fake_quantize
-from fastjax.quantization.weights import WeightLike, as_weight, linear
+from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels.rounding import round_through
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.parallel import ROWS, SHARES, local
+from fastjax.quantization.dense import linear
 from fastjax.quantization.float8 import places
-from fastjax.quantization.weights import linear
 from pallas_kernels.float8 import Rounded, Scaled, flat_rows, product_of
 from pallas_kernels.low_rank import (
     low_rank_add,

@@ -16,7 +16,8 @@ from fastjax.lora.mlp import Arrays, Block
 from fastjax.lora.params import LoraEmbedding, LoraLinear
 from fastjax.lora.rank_products import Matrices, Part
 from fastjax.quantization import WeightLike
-from fastjax.quantization.weights import as_weight, dequantize, linear, matmul
+from fastjax.quantization.dense import linear
+from fastjax.quantization.weights import as_weight, dequantize, matmul
 from pallas_kernels.glu.clamped import clamped_swiglu
 from pallas_kernels.glu.reference import ACTIVATIONS
 

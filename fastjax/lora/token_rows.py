@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from fastjax.lora.params import SavedParam
-from fastjax.quantization.weights import linear
+from fastjax.quantization.dense import linear
 
 
 class TrainableTokens(nnx.Module):

@@ -16,8 +16,7 @@ from fastjax.models.layout import LayerStack
 from fastjax.models.module_names import module_paths
 from fastjax.models.moe import Mixture
 from fastjax.models.projection import Projection
-from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS
-from fastjax.quantization.fake.schemes import GGML
+from fastjax.quantization.fake import ACTIVATIONS, GGML, WEIGHTS
 from fastjax.quantization.weights import as_weight
 
 __all__ = ["FILE", "QuantizationAware", "quantize_layers"]

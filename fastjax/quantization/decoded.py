@@ -1,30 +1,23 @@
-"""What packed weights share that are decoded for each product: decoded when the other operand is there, kept by nobody.
+"""Packed weights that are decoded for each product: when the other operand is there, and kept by nobody.
 
 The backward pass decodes again; no dequantised matrix is a residual.
 """
 
 import dataclasses
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from fastjax.quantization.weight import Weight, after
 from pallas_kernels.rounding import round_through
 
 
 class DecodedWeight(Weight):
-    """A frozen matrix whose products decode it."""
-
-    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
-        return _product(x, self)  # pyright: ignore[reportReturnType]
-
-
-class RowsWeight(DecodedWeight):
-    """A `DecodedWeight` that is a dataclass whose arrays have the matrix's rows on their last axis but one.
+    """A frozen matrix whose products decode it, a dataclass whose arrays have its rows on their last axis but one.
 
     Attributes:
         shape: (out, in).
@@ -44,11 +37,15 @@ class RowsWeight(DecodedWeight):
         through = None if self.dtype == jnp.dtype(dtype).name else self.dtype
         return round_through(values.reshape(self.shape), through).astype(dtype)
 
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
+        return _product(x, self)  # pyright: ignore[reportReturnType]
+
     def rows(self, rows: slice) -> Self:
         """Some of the output rows."""
         return jax.tree.map(lambda array: array[..., rows, :], self)._of_rows(rows.stop - rows.start)
 
-    def concatenate(self, others: list[Self]) -> Self | None:
+    def concatenate(self, others: Sequence[Any]) -> Self | None:
         """One weight below the other, or None where arrays or settings differ in more than the number of rows."""
         alike = [weight._of_rows(0) for weight in (self, *others)]
         kinds = {(jax.tree.structure(w), *((a.shape[-1], a.dtype) for a in jax.tree.leaves(w))) for w in alike}
@@ -92,26 +89,3 @@ def _decode_when_needed(x, weight):
 def _dot(x, matrix, contracted: int) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)
-
-
-@jax.jit
-def in_runs(codes: UInt8[Array, "... blocks bytes"]) -> UInt8[Array, "... blocks bytes"]:
-    """A file's codes of four bits, neighbours in a byte, in two runs: byte j of a block of 2n has values j and j + n.
-
-    Args:
-        codes: the even value in the low four bits.
-    """
-    values = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-    half = codes.shape[-1]
-    return values[..., :half] | values[..., half:] << 4
-
-
-def from_runs(codes: UInt8[Array, "... bytes"], blocks: int) -> UInt8[Array, "... blocks values"]:
-    """The codes of each block, one a byte.
-
-    Args:
-        codes: of `in_runs`, the blocks of a row one after the other.
-        blocks: in a row.
-    """
-    bytes_ = codes.reshape(*codes.shape[:-1], blocks, -1)
-    return jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)

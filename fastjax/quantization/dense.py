@@ -27,7 +27,7 @@ class DenseWeight(Weight):
         return self.array.shape[-2:]
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Its dtype."""
         return (str(self.array.dtype),)
 

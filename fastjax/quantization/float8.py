@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from fastjax.parallel import ROWS, local
 from fastjax.quantization.weight import Axes, Float8Operand, Weight, after
-from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul, matmul_transposed
+from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul
 from pallas_kernels import float8
 
 #: How devices hold a product in float8: with their own rows.
@@ -77,7 +77,7 @@ class Float8Compute(Weight):
         return self._own.shape
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of the weight."""
         return self._own.formats
 
@@ -87,7 +87,7 @@ class Float8Compute(Weight):
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""
-        return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
+        return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else self._own.transposed(dy)
 
     def matmul_scaled(self, x: Float[Array, "B S in"] | float8.Rounded) -> Float[Array, "B S out"] | float8.Scaled:
         """x·Wᵀ; of bfloat16 or float8 with the scales beside the product."""

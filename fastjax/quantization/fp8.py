@@ -5,10 +5,10 @@ product's.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from convert.formats.eight_bits_format import Int8Tensor
@@ -16,7 +16,6 @@ from convert.formats.fp8 import FP8Tensor
 from fastjax.quantization.decoded import DecodedWeight
 from fastjax.quantization.weight import Float8Operand
 from pallas_kernels.float8.scales import MAX, scale_of
-from pallas_kernels.rounding import round_through
 
 
 @jax.tree_util.register_dataclass
@@ -39,13 +38,14 @@ class FP8Weight(DecodedWeight):
     dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The codes' dtype."""
         return (str(self.codes.dtype),)
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: float32 code × float32 scale in its own dtype, cast."""
-        return _decode(self.codes, self.scales, self.block, self.dtype, dtype)
+        scales = _of_elements(self.scales, self.block, self.shape)
+        return self.cast(self.codes.astype(jnp.float32) * scales, dtype)
 
     def float8(self, transposed: bool) -> Float8Operand:
         """The codes as they are where scales are of rows or of the matrix and codes float8_e4m3fn; else rounded again.
@@ -68,38 +68,19 @@ class FP8Weight(DecodedWeight):
         """Where a row or the matrix has a scale."""
         return self.codes.dtype == jnp.float8_e4m3fn and self.block[1] >= self.shape[1]
 
-    def rows(self, rows: slice) -> "FP8Weight":
+    def rows(self, rows: slice) -> DecodedWeight:
         """Some of the output rows."""
-        mine = _by_row(self)
-        return dataclasses.replace(
-            mine,
-            codes=self.codes[rows],
-            scales=mine.scales[rows],
-            shape=(rows.stop - rows.start, self.shape[1]),
-        )
+        return super(FP8Weight, _by_row(self)).rows(rows)
 
-    def concatenate(self, others: "list[FP8Weight]") -> "FP8Weight | None":
+    def concatenate(self, others: Sequence["FP8Weight"]) -> DecodedWeight | None:
         """One weight below the other, or None where their formats do not allow it.
 
         Blocks stay as they are where the parts have whole ones of one size; else each row gets its own scales.
         """
         weights = [self, *others]
-        kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1]), w.dtype) for w in weights}
-        if len(kinds) > 1:
-            return None
         aligned = all(w.block == self.block and w.shape[0] % w.block[0] == 0 for w in weights)
-        pieces = weights if aligned else [_by_row(w) for w in weights]
-        return FP8Weight(
-            codes=jnp.concatenate([w.codes for w in pieces], axis=-2),
-            scales=jnp.concatenate([w.scales for w in pieces], axis=-2),
-            block=pieces[0].block,
-            shape=(sum(w.shape[0] for w in pieces), self.shape[1]),
-            dtype=self.dtype,
-        )
-
-    def axes(self, out: str | None, into: str | None) -> "FP8Weight":
-        """Codes and scales have the matrix's axes."""
-        return dataclasses.replace(self, codes=P(out, into), scales=P(out, into))
+        first, *rest = weights if aligned else map(_by_row, weights)
+        return super(FP8Weight, first).concatenate(rest)
 
     @classmethod
     def from_tensor(cls, tensor: FP8Tensor | Int8Tensor) -> "FP8Weight":
@@ -111,11 +92,6 @@ class FP8Weight(DecodedWeight):
         rows, columns = tensor.codes.shape
         codes, scales = jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values)
         return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
-
-
-def _decode(codes, scales, block, own, dtype) -> Array:
-    values = codes.astype(jnp.float32) * _of_elements(scales, block, codes.shape)
-    return round_through(values, None if own == jnp.dtype(dtype).name else own).astype(dtype)
 
 
 def _of_elements(scales: Array, block: tuple[int, int], shape: tuple[int, int]) -> Float[Array, "out in"]:

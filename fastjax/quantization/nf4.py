@@ -6,7 +6,6 @@ convert without loss in both directions.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +52,12 @@ class NF4Weight(Weight):
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     parts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
+    formats = ("NF4",)
 
     @property
     def order(self) -> str:
         """The order of the codes, by its name in `pallas_kernels.nf4`."""
-        return _order(self.shape)
+        return "split" if self.shape[1] % BLOCK == 0 else "bitsandbytes"
 
     def scales(self) -> Float[Array, "..."]:
         """The blocks' absmax in float32, decoded where it is nested; in the shape of `absmax`."""
@@ -78,11 +78,6 @@ class NF4Weight(Weight):
             )
             block, group = block + blocks, group + groups
         return jnp.concatenate(decoded).reshape(self.absmax.shape)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """NF4."""
-        return ("NF4",)
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, each device with its own rows of x."""
@@ -168,34 +163,18 @@ class NF4Weight(Weight):
         tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
         if not all(table is tables[0] or np.array_equal(table, tables[0]) for table in tables):
             return None
-        return NF4Weight(
-            codes=jnp.concatenate([w.codes for w in weights], axis=-2),
-            absmax=jnp.concatenate([w.absmax for w in weights], axis=-2),
-            nested_absmax=_joined([w.nested_absmax for w in weights]),
-            nested_quant_map=self.nested_quant_map,
-            nested_offset=_joined([w.nested_offset for w in weights]),
-            quant_map=None,
-            shape=(sum(w.shape[0] for w in weights), self.shape[1]),
-            parts=tuple(rows for w in weights for rows in w.parts),
-            dtype=self.dtype,
-        )
+        arrays = {
+            name: None if getattr(self, name) is None else jnp.concatenate([getattr(w, name) for w in weights], axis)
+            for name, axis in {"codes": -2, "absmax": -2, "nested_absmax": -1, "nested_offset": -1}.items()
+        }
+        parts = tuple(rows for w in weights for rows in w.parts)
+        return dataclasses.replace(self, **arrays, shape=(sum(parts), self.shape[1]), parts=parts)
 
     def axes(self, out: str | None, into: str | None) -> "NF4Weight":
         """Codes and scales have the matrix's axes where rows are whole blocks; the rest is repeated."""
         whole = P(out, into) if self.order == "split" else P(None)
-
-        def repeated(array: Array | None) -> P | None:
-            return None if array is None else P(None)
-
-        return dataclasses.replace(
-            self,
-            codes=whole,
-            absmax=whole,
-            nested_absmax=repeated(self.nested_absmax),
-            nested_quant_map=repeated(self.nested_quant_map),
-            nested_offset=repeated(self.nested_offset),
-            quant_map=repeated(self.quant_map),
-        )
+        repeated = jax.tree.map(lambda _: P(None), self)
+        return dataclasses.replace(repeated, codes=whole, absmax=whole)
 
     def splits(self, columns: int) -> bool:
         """Whether rows, and parts of them, are whole blocks, and scales are not nested: theirs cross rows."""
@@ -265,12 +244,3 @@ class NF4Weight(Weight):
             codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
             absmax = absmax.reshape(rows, columns // BLOCK)
         return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,), dtype)
-
-
-def _joined(arrays: Sequence[Array | None]) -> Array | None:
-    present = [a for a in arrays if a is not None]
-    return jnp.concatenate(present, axis=-1) if present else None
-
-
-def _order(shape: tuple[int, int]) -> str:
-    return "split" if shape[1] % BLOCK == 0 else "bitsandbytes"

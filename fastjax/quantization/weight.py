@@ -43,14 +43,11 @@ class Weight(abc.ABC):
 
     Attributes:
         shape: (out, in).
+        formats: the names of its formats in reports: "NF4", or a dtype.
     """
 
     shape: tuple[int, ...]
-
-    @property
-    @abc.abstractmethod
-    def formats(self) -> tuple[str, ...]:
-        """What the numbers are held in, as reports call it: "NF4", or a dtype."""
+    formats: tuple[str, ...]
 
     @abc.abstractmethod
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:

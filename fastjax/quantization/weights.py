@@ -22,28 +22,11 @@ from convert.formats.int4 import Int4Tensor
 from convert.formats.mxfp4 import MXFP4Tensor
 from convert.formats.nf4 import NF4Tensor
 from convert.formats.nvfp4 import NVFP4Tensor
-from fastjax.quantization.dense import DenseWeight, linear
+from fastjax.quantization.dense import DenseWeight
+from fastjax.quantization.four_bits import Int4Weight, MXFP4Weight, NVFP4Weight
 from fastjax.quantization.fp8 import FP8Weight
-from fastjax.quantization.int4 import Int4Weight
-from fastjax.quantization.mxfp4 import MXFP4Weight
 from fastjax.quantization.nf4 import NF4Weight
-from fastjax.quantization.nvfp4 import NVFP4Weight
 from fastjax.quantization.weight import Axes, Weight
-
-__all__ = [
-    "WEIGHTS",
-    "MixedWeight",
-    "WeightLike",
-    "as_weight",
-    "concatenate",
-    "dequantize",
-    "from_tensor",
-    "linear",
-    "matmul",
-    "matmul_transposed",
-    "rows_of",
-    "weight_gradient",
-]
 
 #: A packed weight, or the array of a dense one.
 WeightLike = Array | Weight
@@ -90,22 +73,6 @@ def matmul(x: Float[Array, "B S in"], weight: WeightLike) -> Float[Array, "B S o
     return as_weight(weight).matmul(x)
 
 
-def matmul_transposed(dy: Float[Array, "B S out"], weight: WeightLike) -> Float[Array, "B S in"]:
-    """dy·W, the gradient that `matmul` passes to its input, in the dtype of dy."""
-    return as_weight(weight).transposed(dy)
-
-
-def weight_gradient(dy: Float[Array, "B S out"], x: Float[Array, "B S in"], weight: WeightLike) -> WeightLike | None:
-    """dyᵀ·x, the gradient that `matmul` passes to a plain weight, in its dtype; None in the place of packed ones.
-
-    Args:
-        dy: the product's gradient.
-        x: its input.
-        weight: [out, in].
-    """
-    return as_weight(weight).gradient(dy, x)
-
-
 def dequantize(weight: WeightLike, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
     """The whole matrix in `dtype`."""
     return as_weight(weight).dequantize(dtype)
@@ -142,7 +109,7 @@ class MixedWeight(Weight):
         return sum(piece.shape[0] for piece in self._pieces), self._pieces[0].shape[1]
 
     @property
-    def formats(self) -> tuple[str, ...]:
+    def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of its weights."""
         return tuple(dict.fromkeys(name for piece in self._pieces for name in piece.formats))
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from fastjax.lora.experts import routed_experts
 from fastjax.parallel import make_mesh
 from fastjax.parallel.expert_dispatch import plan_dispatch, send
-from fastjax.quantization.mxfp4 import MXFP4Weight
+from fastjax.quantization import MXFP4Weight
 from pallas_kernels import dispatch
 from tests.fastjax.lora import test_experts as unit
 from tests.fastjax.lora.conftest import Maker

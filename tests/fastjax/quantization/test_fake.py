@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from convert.formats import mxfp4, nf4
-from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS, fake_quantize
-from fastjax.quantization.fake.schemes import GGML
+from fastjax.quantization.fake import ACTIVATIONS, GGML, WEIGHTS, fake_quantize
 from fastjax.training.config.qat import NAMED, QATActivations, QATWeights
 
 E2M1 = ml_dtypes.float4_e2m1fn

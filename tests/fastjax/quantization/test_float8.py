@@ -16,7 +16,7 @@ from fastjax.models.precision import make_precision
 from fastjax.parallel import make_mesh
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
 from fastjax.quantization.float8 import Float8Compute, in_float8
-from fastjax.quantization.weights import as_weight, matmul_transposed
+from fastjax.quantization.weights import as_weight
 from fastjax.training.config import ModelSection
 from pallas_kernels.float8 import Rounded, Scaled, quantize_rows
 from tests.support import families, steps, tiny
@@ -51,7 +51,7 @@ def test_products_are_those_of_the_rounded_operands(kind):
     x, dy = (jnp.asarray(rng.normal(size=(2, 3, size)), jnp.bfloat16) for size in reversed(SHAPE))
     y, pull = jax.vjp(lambda x: matmul(x, rounded), x)
     dx = pull(dy)[0]
-    np.testing.assert_array_equal(dx, matmul_transposed(dy, rounded))
+    np.testing.assert_array_equal(dx, as_weight(rounded).transposed(dy))
     pieces = base.weights if kind == "mixed" else [base]
     plain = np.asarray(as_weight(base).dequantize(jnp.float32), np.float64)
     expected, gradient, start = [], np.zeros((2, 3, SHAPE[1])), 0

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from convert.formats import fp8
-from fastjax.quantization import FP8Weight, MixedWeight, concatenate, dequantize, matmul, rows_of
-from fastjax.quantization.weights import matmul_transposed
+from fastjax.quantization import FP8Weight, MixedWeight, as_weight, concatenate, dequantize, matmul, rows_of
 from tests.support import tiny
 
 BLOCK = (8, 16)
@@ -81,7 +80,7 @@ def test_products_and_gradients_equal_those_of_the_decoded_matrix(dtype):
     expected, pull_plain = jax.vjp(lambda x: matmul(x, dequantize(weight, dtype)), x)
     # the same products; only their order in a sum may differ: float32's, or one rounding of the result
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
-    backward = (pull(dy)[0], matmul_transposed(dy, weight))
+    backward = (pull(dy)[0], as_weight(weight).transposed(dy))
     for ours, theirs in [(out, expected), *((found, pull_plain(dy)[0]) for found in backward)]:
         assert ours.dtype == dtype
         ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)

@@ -23,8 +23,8 @@ from convert.tensor_file import read_range
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from fastjax.models.paths import adapter_paths
-from fastjax.quantization import Weight, concatenate, dequantize, matmul, rows_of
-from fastjax.quantization.weights import WEIGHTS, matmul_transposed
+from fastjax.quantization import Weight, as_weight, concatenate, dequantize, matmul, rows_of
+from fastjax.quantization.weights import WEIGHTS
 from tests.support import tiny
 
 SCALE = "_row_scale"
@@ -140,7 +140,7 @@ def test_products_rows_and_mixtures(folders):
         )
         x, dy = jnp.ones((1, 2, matrix.shape[1])), jnp.ones((1, 2, len(matrix)))
         np.testing.assert_allclose(matmul(x, joined), x @ matrix.T, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(matmul_transposed(dy, joined), dy @ matrix, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(as_weight(joined).transposed(dy), dy @ matrix, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_is_merged_into_it(folders, tmp_path):

@@ -1,5 +1,7 @@
 """Formats as fake quantisers: matrices in float32 to the values that they decode to, by name.
 
+Gradients pass straight through (Bengio et al., arXiv 1308.3432), clipped at a format's range.
+
 The arithmetic is that of the exact quantisers in `convert.formats`, operation by operation: float32, true quotients,
 scales rounded to the dtype that holds them before codes are made, everything rounded half to even. Where scales come
 from a group's own range, 7.5 or 127.5 steps to each side, 15 from end to end, or 448, no value lies out of it: the
@@ -9,9 +11,10 @@ largest may come out half a step beyond the largest code, and counts as inside. 
 are made with the scale in float32, and decoded with it in float16.
 """
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +39,21 @@ _E2M1_STEPS = (
 )
 
 
-class Scheme(Protocol):
-    """A format as a fake quantiser."""
+class Scheme(abc.ABC):
+    """A format as a fake quantiser.
+
+    Attributes:
+        block: columns of a block, of which a row consists; None: any number of columns will do.
+    """
+
+    block: int | None = None
 
     def why_not(self, columns: int) -> str | None:
         """The reason, a clause, that rows of so many columns cannot be held; None: they can."""
-        ...
+        whole = self.block is None or columns % self.block == 0
+        return None if whole else f"rows of {columns} columns are not whole blocks of {self.block}"
 
+    @abc.abstractmethod
     def __call__(
         self, w: Float[Array, "out in"], top: Float[Array, ""], dtype: DTypeLike
     ) -> tuple[Float[Array, "out in"], Bool[Array, "out in"] | None]:
@@ -55,31 +66,25 @@ class Scheme(Protocol):
             top: the largest magnitude of w and of the matrices that are served as one with it.
             dtype: of scales, where the format does not say, and of a folder that the values decode in.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Integers:
+class Integers(Scheme):
     """Integers with a scale for each group of a row, symmetric or with zero points.
 
     Attributes:
         bits: of a code.
-        group: columns of a group; None: the whole row.
+        block: columns that share a scale; None: the whole row.
         zero_points: a group's range runs from its smallest to its largest value, 0 included, not from -amax to amax.
     """
 
     bits: int
-    group: int | None
+    block: int | None
     zero_points: bool = False
-
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        whole = self.group is None or columns % self.group == 0
-        return None if whole else f"rows of {columns} columns are not whole groups of {self.group}"
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
-        groups = w.reshape(w.shape[0], -1, self.group or w.shape[1])
+        groups = w.reshape(w.shape[0], -1, self.block or w.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         if self.zero_points:
             least = jnp.minimum(jnp.min(groups, 2, keepdims=True), 0.0)
@@ -94,25 +99,21 @@ class Integers:
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8:
+class FP8(Scheme):
     """E4M3 with a scale for each block of the matrix, or one for those served together.
 
     Attributes:
-        block: rows and columns of a block, of which the last may be smaller, None: all columns; or None: one scale.
+        tile: rows and columns that share a scale, the last fewer, None: all columns; or None: one scale.
     """
 
-    block: tuple[int, int | None] | None
-
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        return None
+    tile: tuple[int, int | None] | None
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
-        if self.block is None:
+        if self.tile is None:
             scale = _scale(top, _E4M3, dtype)[None, None]
             return _unhidden(_e4m3(jnp.clip(quotient(w, scale), -_E4M3, _E4M3)) * scale, w), None
-        rows, columns = self.block[0], self.block[1] or w.shape[1]
+        rows, columns = self.tile[0], self.tile[1] or w.shape[1]
         padded = jnp.pad(w, ((0, -w.shape[0] % rows), (0, -w.shape[1] % columns)))
         blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
         scale = _scale(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), _E4M3, dtype)
@@ -121,12 +122,8 @@ class FP8:
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4:
+class NF4(Scheme):
     """NF4 in blocks of 64 with nested scales, through the quantiser that quantised weights themselves go through."""
-
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        return None
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
@@ -134,12 +131,10 @@ class NF4:
 
 
 @dataclasses.dataclass(frozen=True)
-class MXFP4:
+class MXFP4(Scheme):
     """E2M1 in blocks of 32 with a power of two as scale (OCP Microscaling Formats 1.0)."""
 
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        return None if columns % 32 == 0 else f"rows of {columns} columns are not whole blocks of 32"
+    block = 32
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
@@ -152,7 +147,7 @@ class MXFP4:
 
 
 @dataclasses.dataclass(frozen=True)
-class NVFP4:
+class NVFP4(Scheme):
     """E2M1 in blocks of 16 with a scale in E4M3, and one in float32 for the matrices served together.
 
     Attributes:
@@ -160,10 +155,7 @@ class NVFP4:
     """
 
     by_row: bool = False
-
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        return None if columns % 16 == 0 else f"rows of {columns} columns are not whole blocks of 16"
+    block = 16
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
@@ -179,7 +171,7 @@ class NVFP4:
 
 
 @dataclasses.dataclass(frozen=True)
-class GGML:
+class GGML(Scheme):
     """Q4_0 or Q8_0: blocks of 32 with a scale in float16.
 
     Attributes:
@@ -190,10 +182,7 @@ class GGML:
 
     bits: int
     folder: DTypeLike | None = None
-
-    def why_not(self, columns: int) -> str | None:
-        """See `Scheme`."""
-        return None if columns % 32 == 0 else f"rows of {columns} columns are not whole blocks of 32"
+    block = 32
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
@@ -237,6 +226,34 @@ ACTIVATIONS: Mapping[str, Scheme] = {
     "fp8-128": FP8((1, 128)),
     "nvfp4": NVFP4(by_row=True),
 }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def fake_quantize(w: Float[Array, "out in"], scheme: Scheme, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
+    """The values that a matrix decodes to after quantisation, in its dtype.
+
+    The gradient passes as it is, but where a value lies outside of the format's range it is 0; scales count as
+    constants. What is not finite becomes NaN.
+
+    Args:
+        w: the matrix, in float32, bfloat16 or float16.
+        scheme: the format.
+        dtype: of its scales, as `Scheme` takes it.
+    """
+    return _forward(w, scheme, dtype)[0]
+
+
+def _forward(w, scheme, dtype):
+    wide = w.astype(jnp.float32)
+    values, inside = scheme(wide, jnp.max(jnp.abs(wide)), dtype)
+    return values.astype(w.dtype), inside
+
+
+def _backward(scheme, dtype, inside, dvalues):
+    return (dvalues if inside is None else jnp.where(inside, dvalues, jnp.zeros_like(dvalues)),)
+
+
+fake_quantize.defvjp(_forward, _backward)
 
 
 def _scale(largest: Float[Array, "..."], steps: float, dtype: DTypeLike) -> Float[Array, "..."]:
