@@ -96,44 +96,14 @@ class MatvecConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulSsConfig:
-    """Block sizes of the shared-memory (wgmma SS) matmul and its gradient.
-
-    Attributes:
-        rows: of x in a tile: 64, 128 or 256.
-        columns: of the result in a tile: 64 or 128.
-        splits: equal parts that each tile's sum is cut into (fixed-split; 1: data-parallel), if there are thread blocks
-            for all; None: Stream-K, the same number of iterations for every thread block.
-        x_stages: pieces of x in shared memory.
-        w_stages: decoded pieces of W in shared memory.
-        ahead: pieces of W that a decoding thread loads in advance, in registers.
-        consumer_registers: of a multiplying thread.
-        decoder_registers: of a decoding thread.
-    """
-
-    rows: int = 256
-    columns: int = 128
-    splits: int | None = None
-    x_stages: int = 4
-    w_stages: int = 3
-    ahead: int = 2
-    consumer_registers: int = 160
-    decoder_registers: int = 64
-
-    @property
-    def consumers(self) -> int:
-        """Multiplying warpgroups."""
-        return 1 if self.rows == 64 else 2
-
-
-@dataclasses.dataclass(frozen=True)
 class MatmulRsConfig:
     """Block sizes of the register-operand (wgmma RS) matmul and its gradient.
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
         cluster: thread blocks that share x, each with 128 columns of the result: 1 or 2.
-        splits: as in `MatmulSsConfig`, for clusters.
+        splits: equal parts that each tile's sum is cut into (fixed-split; 1: data-parallel), if there are clusters for
+            all; None: Stream-K, the same number of iterations for every cluster.
         x_stages: pieces of x in shared memory, of 64 columns.
         w_stages: pieces of codes in shared memory, of 128 columns.
     """
@@ -198,14 +168,12 @@ MATVEC_ROWS = 32
 """Most rows of x for `matvec`."""
 MATVEC_COLUMNS = 512
 """`in` is a multiple of it for `matvec`."""
-RS_ROWS = 65
-"""Fewest rows of x for `matmul_rs`."""
 RS_GRAIN = 256
 """`in` is a multiple of it for `matmul_rs`: a row of scales is then a multiple of 16 bytes, as TMA requires."""
 RS_TERMS = 128
 """Terms of the sum in an iteration of `matmul_rs`: `out` is a multiple of it in the gradient."""
 _MOST_ROWS, _MOST_ROWS_FORWARD = 512, 1024
-"""Most rows of x for which decoding inside the product is faster than before it; forward by `matmul_rs` more."""
+"""Most rows of x for which decoding inside the product is faster than before it."""
 _SPLIT_COST, _STREAM_COST = 6, 9
 """Cost of storing partial sums and of the fix-up, in iterations of RS_TERMS: with equal splits every cluster does one
 of the two, with Stream-K most do both."""
@@ -213,8 +181,8 @@ of the two, with Stream-K most do both."""
 
 def product_config(
     rows: int, shape: tuple[int, int], gradient: bool, cores: int
-) -> MatvecConfig | MatmulSsConfig | MatmulRsConfig:
-    """The kernel that decodes as it multiplies, by the type of its block sizes.
+) -> MatvecConfig | MatmulRsConfig | None:
+    """The kernel that decodes as it multiplies, by the type of its block sizes; None: none takes the matrix.
 
     Args:
         rows: of x.
@@ -222,25 +190,17 @@ def product_config(
         gradient: x W instead of x Wᵀ.
         cores: multiprocessors.
     """
-    out, columns = shape
-    few = matvec_config(rows, shape)
-    if not gradient and rows <= MATVEC_ROWS and columns % MATVEC_COLUMNS == 0 and out >= few.rows:
-        return few
-    if rows >= RS_ROWS and suits_rs(shape, gradient):
-        return matmul_rs_config(rows, shape, gradient, cores)
-    return matmul_ss_config(rows, columns if gradient else out, cores)
-
-
-def most_rows(shape: tuple[int, int], gradient: bool) -> int:
-    """Most rows of x for which `product_config`'s kernels are faster than decoding first."""
-    return _MOST_ROWS_FORWARD if suits_rs(shape, gradient) and not gradient else _MOST_ROWS
-
-
-def suits_rs(shape: tuple[int, int], gradient: bool) -> bool:
-    """Whether `matmul_rs` takes a matrix."""
     summed, written = shape if gradient else shape[::-1]
-    whole = shape[1] % RS_GRAIN == 0 and summed % RS_TERMS == 0
-    return whole and written >= _rs(gradient).columns
+    if not gradient and rows <= MATVEC_ROWS and summed % MATVEC_COLUMNS == 0:
+        return matvec_config(rows, shape)
+    if shape[1] % RS_GRAIN == 0 and summed % RS_TERMS == 0 and written >= _rs(gradient).columns:
+        return matmul_rs_config(rows, shape, gradient, cores)
+    return None
+
+
+def most_rows(gradient: bool) -> int:
+    """Most rows of x for which `product_config`'s kernels are faster than decoding first."""
+    return _MOST_ROWS if gradient else _MOST_ROWS_FORWARD
 
 
 def matvec_config(rows: int, shape: tuple[int, int]) -> MatvecConfig:
@@ -253,7 +213,7 @@ def matvec_config(rows: int, shape: tuple[int, int]) -> MatvecConfig:
 def matmul_rs_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> MatmulRsConfig:
     """The fewest rows that hold all of x, up to 256; the decomposition with the fewest iterations a cluster."""
     summed, written = shape if gradient else shape[::-1]
-    sizes = dataclasses.replace(_rs(gradient), rows=128 if rows <= 128 else 256)
+    sizes = dataclasses.replace(_rs(gradient), rows=64 if rows <= 64 else 128 if rows <= 128 else 256)
     clusters, iterations = cores // sizes.cluster, -(-summed // RS_TERMS)
     tiles = -(-rows // sizes.rows) * -(-written // sizes.columns)
     costs = {1: -(-tiles // clusters) * iterations, None: tiles * iterations / clusters + _STREAM_COST}
@@ -265,20 +225,3 @@ def matmul_rs_config(rows: int, shape: tuple[int, int], gradient: bool, cores: i
 def _rs(gradient: bool) -> MatmulRsConfig:
     """As measured, x shared by two thread blocks gains 4% in the product and loses 1 to 4% in the gradient."""
     return MatmulRsConfig(cluster=1 if gradient else 2)
-
-
-def matmul_ss_config(rows: int, columns: int, cores: int) -> MatmulSsConfig:
-    """The fewest rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads.
-
-    Args:
-        rows: of x.
-        columns: of the result.
-        cores: multiprocessors.
-    """
-    if rows <= 64:
-        return MatmulSsConfig(rows=64, consumer_registers=112, decoder_registers=168)
-    if rows <= 128:
-        return MatmulSsConfig(rows=128, consumer_registers=112, decoder_registers=112)
-    # One round of whole tiles that keeps most multiprocessors busy beats cutting them.
-    tiles = -(-rows // 256) * -(-columns // 128)
-    return MatmulSsConfig(w_stages=2, splits=1 if 0.8 * cores <= tiles <= cores else None)

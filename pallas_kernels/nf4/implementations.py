@@ -125,13 +125,19 @@ def _why_not_fused(case: Product) -> str | None:
     if any(size % BLOCK or size < 2 * BLOCK for size in weight.shape):
         out, columns = weight.shape
         return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
-    return "x has no rows" if case.rows == 0 else None
+    if case.rows == 0:
+        return "x has no rows"
+    if config.product_config(known(case.rows, 1), weight.shape, case.gradient, mosaic_sm90.CORES) is None:
+        out, columns = weight.shape
+        what = "x W" if case.gradient else "x Wᵀ"
+        return f"no kernel takes {what} of {case.rows} rows with {out}×{columns} (`nf4.config.product_config`)"
+    return None
 
 
 def _product_preference(case: Product) -> tuple[str, ...]:
     """Few rows decode inside the product; with more rows it is faster to decode first, and "fused" must be forced."""
     others = tuple(DEQUANTIZE.implementations)
-    few = known(case.rows, math.inf) <= config.most_rows(case.weight.shape, case.gradient)
+    few = known(case.rows, math.inf) <= config.most_rows(case.gradient)
     return ("fused", *others) if few else (*others, "fused")
 
 

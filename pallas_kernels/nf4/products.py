@@ -39,11 +39,11 @@ def fused(
     cores = dispatch.target().num_cores or mosaic_sm90.CORES
     sizes = config.product_config(rows, shape, gradient, cores)
     if isinstance(sizes, config.MatvecConfig):
-        found = mosaic_sm90.matvec(*matrix, config=sizes, through=through)
+        product = mosaic_sm90.matvec(*matrix, config=sizes, through=through)
     else:
-        kernel = mosaic_sm90.matmul_ss if isinstance(sizes, config.MatmulSsConfig) else mosaic_sm90.matmul_rs
-        found = kernel(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)
-    return found.reshape(*x.shape[:-1], found.shape[-1])
+        assert sizes is not None
+        product = mosaic_sm90.matmul_rs(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)
+    return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
 def decode_first(

@@ -3,15 +3,12 @@
 - `dequantize`: the whole matrix to memory; `dequantize_shared`: of which other devices have rows, read where they lie.
 - `dequantize_transposed`: its transpose in float8_e4m3fn, with the scales.
 - `matvec`: few rows, bound by the packed bytes; mma.sync from registers, no decoded weight in shared memory.
-- `matmul_rs`: some hundred rows and their gradients, bound by the tensor cores; wgmma with the decoded weights in
-  registers (RS).
-- `matmul_ss`: fewer rows, and matrices that `matmul_rs` does not take; wgmma with both operands in shared memory (SS).
+- `matmul_rs`: more rows, and gradients; wgmma with the decoded weights in registers (RS).
 """
 
 from pallas_kernels.nf4.mosaic_sm90.decode import dequantize, dequantize_shared
 from pallas_kernels.nf4.mosaic_sm90.decode_transposed import COLUMNS, ROWS, dequantize_transposed
 from pallas_kernels.nf4.mosaic_sm90.matmul_rs import matmul_rs
-from pallas_kernels.nf4.mosaic_sm90.matmul_ss import matmul_ss
 from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
 
 __all__ = [
@@ -22,7 +19,6 @@ __all__ = [
     "dequantize_shared",
     "dequantize_transposed",
     "matmul_rs",
-    "matmul_ss",
     "matvec",
 ]
 

@@ -1,4 +1,4 @@
-"""y = x Wᵀ and dx = dy W for some hundred rows, transposed: decoded weights are wgmma's register operand (RS).
+"""y = x Wᵀ and dx = dy W for up to some hundred rows, transposed: decoded weights are wgmma's register operand (RS).
 
 A persistent kernel of three warpgroups: one loads (TMA), two decode and multiply (wgmma), each 64 rows of W for
 yᵀ = W xᵀ, or 64 columns for dxᵀ = Wᵀ dyᵀ, with all of a tile's rows of x. While the tensor cores work on 64 terms of
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels import compat
 from pallas_kernels.mosaic import launch
 from pallas_kernels.nf4.codebook import BLOCK
-from pallas_kernels.nf4.config import RS_TERMS, MatmulRsConfig
+from pallas_kernels.nf4.config import MatmulRsConfig
 from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed, load
 from pallas_kernels.nf4.mosaic_sm90.stream_k import Segment, StreamK, fence
 
@@ -68,7 +68,7 @@ def matmul_rs(
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
     x = jnp.pad(x, ((0, -all_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
-    schedule = StreamK.of(rows, columns, summed, config, RS_TERMS, cores // cluster)
+    schedule = StreamK.of(rows, columns, summed, config, cores // cluster)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.nf4.config import MatmulRsConfig, MatmulSsConfig
+from pallas_kernels.nf4.config import RS_TERMS, MatmulRsConfig
 
 
 class Segment(NamedTuple):
@@ -40,8 +40,7 @@ class StreamK(NamedTuple):
         tile_columns: columns of a tile.
         columns: of the result.
         row_tiles: tiles below each other.
-        block_k: terms of the sum in an iteration.
-        iterations: of a tile.
+        iterations: of a tile, RS_TERMS terms of the sum each.
         total: iterations of all tiles.
         grain: iterations that stay together: one (Stream-K, fixed-split) or all of a tile (data-parallel).
         ctas: grid size.
@@ -51,22 +50,19 @@ class StreamK(NamedTuple):
     tile_columns: int
     columns: int
     row_tiles: int
-    block_k: int
     iterations: int
     total: int
     grain: int
     ctas: int
 
     @classmethod
-    def of(
-        cls, rows: int, columns: int, summed: int, config: MatmulSsConfig | MatmulRsConfig, block_k: int, cores: int
-    ) -> "StreamK":
+    def of(cls, rows: int, columns: int, summed: int, config: MatmulRsConfig, cores: int) -> "StreamK":
         """The decomposition of a product [rows, columns] over `summed` terms for at most `cores` thread blocks."""
-        row_tiles, iterations = pl.cdiv(rows, config.rows), summed // block_k
+        row_tiles, iterations = pl.cdiv(rows, config.rows), summed // RS_TERMS
         tiles = row_tiles * pl.cdiv(columns, config.columns)
         total, grain = tiles * iterations, iterations if config.splits == 1 else 1
         ctas = min(cores, total // grain, tiles * config.splits if config.splits else cores)
-        return cls(config.rows, config.columns, columns, row_tiles, block_k, iterations, total, grain, ctas)
+        return cls(config.rows, config.columns, columns, row_tiles, iterations, total, grain, ctas)
 
     @property
     def needs_fixup(self) -> bool:
@@ -109,7 +105,7 @@ class StreamK(NamedTuple):
         turn = lax.select(behind < 0, jnp.int32(0), lax.div(behind, jnp.int32(self.iterations)) + 1)
         found = self.segment(cta, turn)
         step = found.begin + lax.select(behind < 0, count, lax.rem(behind, jnp.int32(self.iterations)))
-        return found.row, found.column, step * self.block_k
+        return found.row, found.column, step * RS_TERMS
 
 
 def fence():

@@ -56,25 +56,21 @@ def multiply(gradient, rows, shape, dtype, aot):
 
 @pytest.mark.exhaustive(
     "False-16-shape0-bfloat16-128",
-    "False-64-shape2-float16-128",
-    "False-512-shape8-bfloat16-168",
-    "True-512-shape9-bfloat16-168",
+    "False-64-shape2-float16-168",
+    "False-512-shape6-bfloat16-168",
+    "True-512-shape7-bfloat16-168",
 )
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, registers",
     [
         (False, 16, (14336, 4096), "bfloat16", 128),
         (False, 32, (6144, 4096), "float16", 168),
-        (False, 64, BENCHMARK.shape, "float16", 128),
-        (True, 16, BENCHMARK.shape, "bfloat16", 128),
+        (False, 64, BENCHMARK.shape, "float16", 168),
+        (True, 16, BENCHMARK.shape, "bfloat16", 168),
         (False, 100, (14336, 4096), "bfloat16", 168),
         (True, 128, (14336, 4096), "float16", 168),
-        (False, 100, (704, 1600), "bfloat16", 96),
-        (True, 128, (704, 1600), "float16", 96),
         (False, 512, BENCHMARK.shape, "bfloat16", 168),
         (True, 512, BENCHMARK.shape, "bfloat16", 168),
-        (False, 1000, (704, 1600), "bfloat16", 96),
-        (True, 1000, (704, 1600), "float16", 96),
     ],
 )
 def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, monkeypatch):
@@ -112,11 +108,10 @@ def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, mon
     [
         (None, BENCHMARK.shape, "bfloat16", 48),
         (16, (14336, 4096), "float16", 128),
-        (64, BENCHMARK.shape, "bfloat16", 128),
         (512, BENCHMARK.shape, "bfloat16", 168),
         (512, BENCHMARK.shape, "float16", 168),
     ],
-    ids=["decode", "matvec", "matmul_ss", "matmul_rs", "matmul_rs, float16"],
+    ids=["decode", "matvec", "matmul_rs", "matmul_rs, float16"],
 )
 def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tmp_path, monkeypatch):
     """Computation in one dtype of 16 bits over a weight in the other: no other kernel, no spills."""
@@ -167,7 +162,7 @@ def test_the_card_chooses_the_kernel_in_both_passes(card, kernel):
         y, pullback = jax.vjp(lambda x: nf4.matmul(x, codes, absmax, shape=shape), x)
         return pullback(y)
 
-    x = aot.spec((config.most_rows(shape, gradient=False) + 1, 1024), jnp.bfloat16)
+    x = aot.spec((config.most_rows(gradient=False) + 1, 1024), jnp.bfloat16)
     text = aot.compile(both, x, *specs(aot, shape), options={"xla_gpu_enable_triton_gemm": False}).as_text()
     calls = [line for line in text.splitlines() if "custom_call_target" in line]
     assert sum(kernel in line for line in calls) == 2

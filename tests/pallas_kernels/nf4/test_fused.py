@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, reference
-from pallas_kernels.nf4.config import MatmulRsConfig, MatmulSsConfig, MatvecConfig
+from pallas_kernels.nf4.config import MatmulRsConfig, MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.stream_k import StreamK
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
@@ -58,33 +58,12 @@ def test_matvec(rows, shape, dtype, sizes):
 
 
 @pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
-@pytest.mark.exhaustive("forward, tiles cut in two", "gradient, tiles cut in two", "one tile cut in three")
-@pytest.mark.parametrize(
-    "gradient, rows, shape, dtype, sizes, cores",
-    [
-        pytest.param(False, 260, (192, 192), "bfloat16", MatmulSsConfig(), 3, id="forward, tiles cut in two"),
-        pytest.param(True, 300, (192, 128), "float16", MatmulSsConfig(), 3, id="gradient, tiles cut in two"),
-        pytest.param(
-            False, 1, (128, 512), "float16", config.matmul_ss_config(1, 128, 3), 3, id="one tile cut in three"
-        ),
-        pytest.param(True, 70, (128, 256), "bfloat16", MatmulSsConfig(128, splits=1), 1, id="whole tiles"),
-    ],
-)
-def test_matmul_ss(gradient, rows, shape, dtype, sizes, cores):
-    x, codes, absmax, expected = case(shape, rows, dtype, gradient)
-    with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.matmul_ss(
-            x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret
-        )
-    assert_close(found, expected, dtype)
-
-
-@pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
 @pytest.mark.exhaustive("tiles cut in two", "odd steps, a tile moved back", "gradient, tiles cut")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [
         pytest.param(False, 70, (128, 512), "bfloat16", MatmulRsConfig(64, 1), 2, id="tiles cut in two"),
+        pytest.param(False, 1, (128, 256), "float16", MatmulRsConfig(64, 1, splits=1), 1, id="one row"),
         pytest.param(False, 260, (192, 768), "float16", MatmulRsConfig(256, 1), 3, id="odd steps, a tile moved back"),
         pytest.param(False, 130, (320, 256), "bfloat16", MatmulRsConfig(128, 1, splits=1), 2, id="whole tiles"),
         pytest.param(True, 70, (384, 512), "bfloat16", MatmulRsConfig(64, 1), 3, id="gradient, tiles cut"),
@@ -120,15 +99,13 @@ def test_rows_choose_the_kernel():
     def chosen(*rows, dtype=jnp.bfloat16, shape=(1024, 2048)):
         return product(jax.ShapeDtypeStruct((*rows, shape[1]), dtype), shape)
 
-    assert chosen(1) == chosen(2, 8) == ["matmul_ss_gradient", "matvec"]
-    assert chosen(1, shape=(1024, 192)) == chosen(2, 30, dtype=jnp.float16) == ["matmul_ss", "matmul_ss_gradient"]
-    assert chosen(2, 100) == ["matmul_rs", "matmul_rs_gradient"]
-    assert chosen(200, shape=(1024, 192)) == ["matmul_ss", "matmul_ss_gradient"]
-    assert chosen(200, shape=(192, 512)) == ["matmul_ss", "matmul_ss_gradient"]
-    assert chosen(200, shape=(320, 256)) == ["matmul_rs", "matmul_ss_gradient"]
-    most, least = (config.most_rows((1024, 2048), gradient) for gradient in (False, True))
+    assert chosen(1) == chosen(2, 8) == ["matmul_rs_gradient", "matvec"]
+    assert chosen(2, 30, dtype=jnp.float16) == chosen(2, 100) == ["matmul_rs", "matmul_rs_gradient"]
+    assert chosen(1, shape=(192, 512)) == ["dequantize", "matvec"]
+    assert chosen(200, shape=(320, 256)) == ["dequantize", "matmul_rs"]
+    most, least = (config.most_rows(gradient) for gradient in (False, True))
     assert chosen(least + 1) == chosen(most) == ["dequantize", "matmul_rs"]
-    assert chosen(least + 1, shape=(1024, 192)) == ["dequantize"]
+    assert chosen(1, shape=(1024, 192)) == chosen(200, shape=(192, 512)) == ["dequantize"]
     assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["dequantize"]
 
 
@@ -147,18 +124,11 @@ def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle(rows, shape, 
 
 
 def test_equal_parts_begin_at_the_same_steps_of_every_tile():
-    schedule = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=2), 128, 66)
+    schedule = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=2), 66)
     assert schedule.ctas == 64 and schedule.needs_fixup
     assert [int(schedule.begin(cluster)) for cluster in range(65)] == [56 * cluster for cluster in range(65)]
-    whole = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=1), 128, 66)
+    whole = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=1), 66)
     assert whole.ctas == 32 and not whole.needs_fixup
-
-
-@pytest.mark.parametrize("sizes", [MatmulSsConfig(consumer_registers=176), MatmulSsConfig(64, decoder_registers=184)])
-def test_no_warpgroup_waits_for_registers_that_are_not_there(sizes):
-    x, codes, absmax, _ = case((128, 128), 4, "bfloat16", gradient=False)
-    with pytest.raises(ValueError, match="warpgroups share .* registers"):
-        mosaic_sm90.matmul_ss(x, codes, absmax, gradient=False, config=sizes, cores=1)
 
 
 @needs_cuda_plugin
@@ -169,6 +139,7 @@ def test_no_warpgroup_waits_for_registers_that_are_not_there(sizes):
         ((256, 96), 4, "bfloat16", {}, "sides are multiples of 64 from 128 on, this is 256×96"),
         ((64, 256), 4, "bfloat16", {}, "sides are multiples of 64 from 128 on, this is 64×256"),
         ((256, 256), 0, "bfloat16", {}, "x has no rows"),
+        ((256, 384), 33, "bfloat16", {}, "no kernel takes x Wᵀ of 33 rows with 256×384"),
         ((256, 256), 4, "bfloat16", {"order": "bitsandbytes"}, "these are in 'bitsandbytes' order"),
         ((256, 256), 4, "bfloat16", {"quant_map": jnp.arange(16.0)}, "the quant_map differs"),
     ],
