@@ -8,84 +8,48 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastjax.data.settings import DataSource
-    from fastjax.language_model import FastLanguageModel, LanguageModel, ModelHandle
-    from fastjax.runs.preference_trainers import (
-        CPOConfig,
-        CPOTrainer,
-        DPOConfig,
-        DPOTrainer,
-        KTOConfig,
-        KTOTrainer,
-        ORPOConfig,
-        ORPOTrainer,
-        RewardConfig,
-        RewardTrainer,
-    )
-    from fastjax.runs.sft import SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
-    from fastjax.runs.trainer import Event, Trainer, TrainerSettings
-    from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainingSection
+    from fastjax.data.settings import DataSource as DataSource
+    from fastjax.language_model import FastLanguageModel as FastLanguageModel
+    from fastjax.language_model import LanguageModel as LanguageModel
+    from fastjax.language_model import ModelHandle as ModelHandle
+    from fastjax.runs.preference_trainers import CPOConfig as CPOConfig
+    from fastjax.runs.preference_trainers import CPOTrainer as CPOTrainer
+    from fastjax.runs.preference_trainers import DPOConfig as DPOConfig
+    from fastjax.runs.preference_trainers import DPOTrainer as DPOTrainer
+    from fastjax.runs.preference_trainers import KTOConfig as KTOConfig
+    from fastjax.runs.preference_trainers import KTOTrainer as KTOTrainer
+    from fastjax.runs.preference_trainers import ORPOConfig as ORPOConfig
+    from fastjax.runs.preference_trainers import ORPOTrainer as ORPOTrainer
+    from fastjax.runs.preference_trainers import RewardConfig as RewardConfig
+    from fastjax.runs.preference_trainers import RewardTrainer as RewardTrainer
+    from fastjax.runs.sft import SFTConfig as SFTConfig
+    from fastjax.runs.sft import SFTTrainer as SFTTrainer
+    from fastjax.runs.sft import get_chat_template as get_chat_template
+    from fastjax.runs.sft import train_on_responses_only as train_on_responses_only
+    from fastjax.runs.trainer import Event as Event
+    from fastjax.runs.trainer import Trainer as Trainer
+    from fastjax.runs.trainer import TrainerSettings as TrainerSettings
+    from fastjax.training.config import OptimizerConfig as OptimizerConfig
+    from fastjax.training.config import OutputSection as OutputSection
+    from fastjax.training.config import PreferencesSection as PreferencesSection
+    from fastjax.training.config import TrainingSection as TrainingSection
 
-_PLACES = {
-    "CPOConfig": "fastjax.runs.preference_trainers",
-    "CPOTrainer": "fastjax.runs.preference_trainers",
-    "DPOConfig": "fastjax.runs.preference_trainers",
-    "DPOTrainer": "fastjax.runs.preference_trainers",
-    "DataSource": "fastjax.data.settings",
-    "Event": "fastjax.runs.trainer",
-    "FastLanguageModel": "fastjax.language_model",
-    "KTOConfig": "fastjax.runs.preference_trainers",
-    "KTOTrainer": "fastjax.runs.preference_trainers",
-    "LanguageModel": "fastjax.language_model",
-    "ModelHandle": "fastjax.language_model",
-    "ORPOConfig": "fastjax.runs.preference_trainers",
-    "ORPOTrainer": "fastjax.runs.preference_trainers",
-    "OptimizerConfig": "fastjax.training.config",
-    "OutputSection": "fastjax.training.config",
-    "PreferencesSection": "fastjax.training.config",
-    "RewardConfig": "fastjax.runs.preference_trainers",
-    "RewardTrainer": "fastjax.runs.preference_trainers",
-    "SFTConfig": "fastjax.runs.sft",
-    "SFTTrainer": "fastjax.runs.sft",
-    "Trainer": "fastjax.runs.trainer",
-    "TrainerSettings": "fastjax.runs.trainer",
-    "TrainingSection": "fastjax.training.config",
-    "get_chat_template": "fastjax.runs.sft",
-    "train_on_responses_only": "fastjax.runs.sft",
+_LOSSES = ("CPO", "DPO", "KTO", "ORPO", "Reward")
+_MODULES = {
+    "fastjax.data.settings": ("DataSource",),
+    "fastjax.language_model": ("FastLanguageModel", "LanguageModel", "ModelHandle"),
+    "fastjax.runs.preference_trainers": [f"{loss}{kind}" for loss in _LOSSES for kind in ("Config", "Trainer")],
+    "fastjax.runs.sft": ("SFTConfig", "SFTTrainer", "get_chat_template", "train_on_responses_only"),
+    "fastjax.runs.trainer": ("Event", "Trainer", "TrainerSettings"),
+    "fastjax.training.config": ("OptimizerConfig", "OutputSection", "PreferencesSection", "TrainingSection"),
 }
-
-__all__ = [
-    "CPOConfig",
-    "CPOTrainer",
-    "DPOConfig",
-    "DPOTrainer",
-    "DataSource",
-    "Event",
-    "FastLanguageModel",
-    "KTOConfig",
-    "KTOTrainer",
-    "LanguageModel",
-    "ModelHandle",
-    "ORPOConfig",
-    "ORPOTrainer",
-    "OptimizerConfig",
-    "OutputSection",
-    "PreferencesSection",
-    "RewardConfig",
-    "RewardTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-    "Trainer",
-    "TrainerSettings",
-    "TrainingSection",
-    "get_chat_template",
-    "train_on_responses_only",
-]
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

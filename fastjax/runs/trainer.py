@@ -95,7 +95,7 @@ class Event(NamedTuple):
         name: "step", "evaluation", or that of a row of metrics.jsonl with an event: "started", "saved", "finished", …
         step: the number of the step.
         values: the row.
-        end: ends the run after the step that is under way; its result is saved.
+        end: makes the step that is under way the last one, which is evaluated and saved as a last one is.
     """
 
     name: str

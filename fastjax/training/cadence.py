@@ -59,15 +59,18 @@ class Cadence(NamedTuple):
     patience: int | None = None
     threshold: float = 0.0
 
-    def after(self, progress: Progress, *, evaluated: bool = False, signalled: bool = False) -> Actions:
+    def after(
+        self, progress: Progress, *, evaluated: bool = False, signalled: bool = False, ended: bool = False
+    ) -> Actions:
         """The actions after a step.
 
         Args:
             progress: of the run, this step included; after an evaluation as `judged` returns it.
             evaluated: whether the evaluation of this step is done.
             signalled: whether a signal wants the run to end.
+            ended: whether a program has made this step the last one.
         """
-        step, last = progress.step, progress.step == self.total
+        step, last = progress.step, ended or progress.step == self.total
         if self.held_out and not evaluated and (last or _due(self.evaluate, step)):
             return Actions(evaluate=True)
         stop = None

@@ -87,7 +87,7 @@ class Observer:
         """
 
     def ends(self) -> bool:
-        """Whether the run is to end before its last step; asked before each."""
+        """Whether the run is to end with the step that is under way."""
         return False
 
     def before(self, loop: "Loop") -> None:
@@ -176,22 +176,19 @@ class Loop:
 
     def run(self, step: Callable[..., Any], batches: Iterator[tuple[int, Batch]]) -> Reached:
         """Take the steps; see `fit`."""
-        complete = True
-        while complete and not self._ends():
+        over, complete = self.progress.step >= self.cadence.total or self.cadence.exhausted(self.progress), True
+        while not over:
             self._take(step, batches)
             for observer in self._observers:
                 observer.after(self)
-            complete = self.actions.stop != "signal"
-        self.read()  # of a run that was ended
+            stop = self.actions.stop
+            over, complete = stop is not None, stop != "signal"
+        self.read()
         if complete:
             for observer in self._observers:
                 observer.over(self)
         self.waits(None)
         return Reached(self.state, self.progress, self.evaluation, complete)
-
-    def _ends(self) -> bool:
-        over = self.progress.step >= self.cadence.total or self.cadence.exhausted(self.progress)
-        return over or any(observer.ends() for observer in self._observers)
 
     def _take(self, step: Callable[..., Any], batches: Iterator[tuple[int, Batch]]) -> None:
         """Call the next step, and read the numbers of the one before while it runs."""
@@ -217,7 +214,8 @@ class Loop:
     def actions(self) -> Actions:
         """The actions after the last step; evaluation first, since the others follow from its loss."""
         evaluated = self._evaluated == self.progress.step
-        return self.cadence.after(self.progress, evaluated=evaluated, signalled=self.signalled)
+        ended = any(observer.ends() for observer in self._observers)
+        return self.cadence.after(self.progress, evaluated=evaluated, signalled=self.signalled, ended=ended)
 
     def read(self) -> None:
         """Read the last step's numbers, if they are unread, for the observers."""

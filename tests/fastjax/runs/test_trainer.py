@@ -181,17 +181,19 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
             if event.step == 2:
                 event.end()
 
-    data = {"train_dataset": rows(), "console": quiet()}
+    data = {"train_dataset": rows(), "eval_dataset": rows("test", 4), "console": quiet()}
     plain = TrainingSection(per_device_train_batch_size=2, max_steps=6)
-    options = TrainerSettings(str(tmp_path / "own"), plain)
+    options = TrainerSettings(OutputSection(str(tmp_path / "own"), save_steps=5), plain)
     result = Trainer(
         model, settings=options, optimizer=(rule, schedule), callbacks=[end_after_two], sinks=[Kept()], **data
     ).train()
-    found = metrics(tmp_path / "own")
+    *found, held_out = metrics(tmp_path / "own")
     assert len(found) in (2, 3) and [row["loss"] for row in found] == losses and Kept.closed
+    assert held_out["step"] == len(found) and "eval_loss" in held_out  # it is the last step in all
+    assert [path.name for path in (tmp_path / "own" / "checkpoints").iterdir()] == [str(len(found))]
     assert [row["learning_rate"] for row in found[:2]] == pytest.approx([0.0, 3e-3])
     assert (result.folder / "adapter_model.safetensors").is_file()
-    assert [row["step"] for row in Kept.rows if "event" not in row] == [row["step"] for row in found]
+    assert [row["step"] for row in Kept.rows if "loss" in row] == [row["step"] for row in found]
     with pytest.raises(ConfigError, match="output_dir: expected a folder without an earlier run"):
         Trainer(model, settings=options, **data).train()
 
