@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import optax
 from rich.console import Console
 
+from convert.errors import shown
+from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.parallel import MeshShape
 from fastjax.runs.checkpointing import RunStep
@@ -113,6 +116,18 @@ class Run:
     startup: Startup = dataclasses.field(init=False)
     result: FineTuned | None = None
     reached: Callable[[], LanguageModel | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        rule = self.optimizer
+        if type(rule) is tuple and len(rule) == 2 and callable(rule[1]):
+            rule = rule[0]
+        for name, served, expected in (
+            ("optimizer", isinstance(rule, optax.GradientTransformation), "one of optax, alone or with its schedule"),
+            ("loss", callable(self.loss), "a function (training.loss.Loss)"),
+            ("evaluate", callable(self.evaluate), "a function of the model"),
+        ):
+            if (given := getattr(self, name)) is not None and not served:
+                raise ConfigError(f"{name}: expected {expected}, got {shown(given)}")
 
     def tell(self, text: str) -> None:
         """Say a line on the console."""

@@ -234,6 +234,8 @@ class Trainer:
         run = Run(self.config, self._console, resume or self.config.output.resume, **self._brought)
         run.meshes, run.tokenizer, run.start = (MeshShape(),), self._tokenizer, self._start
         run.model = with_start(self.model.value, self._start)
+        if (aware := run.model.quantization_aware) is not None and self._settings.training.qat is None:
+            run.tell(f"training.qat: null, and the model is trained for {aware.weights} already: it goes on so")
         try:
             inputs = (find_checkpoint, compare_settings, read_data, _identify, compare_inputs)
             result = perform(run, (claim, _refuse_finished, *inputs, _compile, train))

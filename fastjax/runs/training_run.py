@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from convert.errors import shown
 from fastjax.data import Batches, Dataset
 from fastjax.data.batches import Batch, OwnRows
 from fastjax.errors import ConfigError, Interrupted, TrainingError
@@ -227,10 +228,13 @@ class TrainingRun:
             return found
         self.watchdog.waits(None)  # it may take any time
         model = ModelHandle(run.model.replace(trainable=trainable))
-        extra = {name: float(value) for name, value in run.evaluate(model).items()}
-        wrong = [name for name in extra if not name.startswith("eval_")]
-        if wrong:
-            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {', '.join(wrong)}")
+        given: Any = run.evaluate(model)
+        try:
+            extra = {name: float(value) for name, value in given.items() if name.startswith("eval_")}
+        except (AttributeError, TypeError, ValueError):
+            extra = None
+        if extra is None or len(extra) < len(given):
+            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {shown(given)}")
         if taken := found.row(0).keys() & extra.keys():
             names = ", ".join(sorted(taken))
             raise ConfigError(f"evaluate: expected names that the evaluation has not itself, got {names}")

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -296,10 +297,15 @@ def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
     assert done.evaluation is not None and done.evaluation.extra == {"eval_exact": 0.5}
     assert [row["eval_exact"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [0.5]
     assert len(seen) == 1
-    with pytest.raises(ConfigError, match="evaluate: expected numbers by names that begin with eval_, got exact"):
-        light_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
-    with pytest.raises(ConfigError, match="evaluate: expected names that the evaluation has not itself, got eval_loss"):
-        light_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"eval_loss": 1.0})
+    named = "evaluate: expected numbers by names that begin with eval_, got "
+    for given, message in (
+        ({"exact": 1.0}, named + "{'exact': 1.0}"),
+        ({"eval_exact": "much"}, named + "{'eval_exact': 'much'}"),
+        (0.5, named + "0.5"),
+        ({"eval_loss": 1.0}, "evaluate: expected names that the evaluation has not itself, got eval_loss"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            light_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model, given=given: given)
 
 
 BEST = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import io
 import json
 from pathlib import Path
 
@@ -264,15 +265,27 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
         Trainer(model, train_dataset=[rows()[0], {"other": 1}], settings=plain, console=quiet()).train()
     with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval or data\.val_set_size with it"):
         Trainer(model, train_dataset=rows(), settings=settings(tmp_path / "out"))
+    for wrong, message in (
+        ({"optimizer": "adamw"}, "optimizer: expected one of optax, alone or with its schedule, got 'adamw'"),
+        ({"optimizer": (optax.adam(1e-3), 1e-3)}, "optimizer: expected one of optax, alone or with its schedule"),
+        ({"loss": 0.5}, r"loss: expected a function \(training.loss.Loss\), got 0.5"),
+        ({"evaluate": {"eval_exact": 1.0}}, "evaluate: expected a function of the model, got"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Trainer(model, train_dataset=rows(), settings=plain, console=quiet(), **wrong).train()
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
 def test_a_model_that_is_trained_for_a_format_is_not_for_another(model, tmp_path):
-    data = {"train_dataset": rows(), "console": quiet()}
+    data = {"train_dataset": rows(), "console": Console(file=io.StringIO(), width=200)}
     aware = Trainer(model, settings=settings(tmp_path, eval_steps=None, qat="nf4"), **data).model
     Trainer(aware, settings=settings(tmp_path, eval_steps=None, qat="nf4"), **data)
     with pytest.raises(ConfigError, match="training.qat: expected that of the model, nf4 .* got q8_0"):
         Trainer(aware, settings=settings(tmp_path, eval_steps=None, qat="q8_0"), **data)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
+        Trainer(aware, settings=settings(tmp_path, eval_steps=None), **data).train()
+    assert data["console"].file.getvalue().startswith("training.qat: null, and the model is trained for nf4 already")
 
 
 def test_a_model_says_what_it_is_and_computes_logits_and_answers(model):
