@@ -103,8 +103,7 @@ def make_arrays(problem: Problem, dtype: DTypeLike, count: int = 1) -> list[dict
     shared: dict[str, Any] = {}
     if problem.documents is not None:
         shared["ids"] = jnp.asarray(segment_ids(problem.documents, problem.length))
-        most = max(map(len, problem.documents))
-        shared["ranges"] = jax.jit(partial(segment_ranges, max_documents=most))(shared["ids"])
+        shared["ranges"] = jax.jit(segment_ranges)(shared["ids"])
     if problem.sinks:
         shared["sinks"] = jax.random.normal(jax.random.key(1), (problem.heads,))
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "dout": problem.heads}

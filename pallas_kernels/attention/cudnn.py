@@ -2,27 +2,23 @@
 
 ``jax.nn.dot_product_attention(implementation="cudnn")`` hides the softmax statistics in its own custom_vjp, where a
 checkpoint policy that goes by name cannot save them, and rounds them to 16 bits when asked to return them. Here the
-same primitives, forward and backward, are bound one by one. They are private to JAX; this file and `cudnn_documents`
-are the only ones that import them. JAX's own checks ask the default backend; ``why_not`` makes them for the target,
-so that the call can be traced for a GPU that is not there.
+same primitives, forward and backward, are bound one by one. They are private to JAX; this file alone imports them.
+JAX's own checks ask the default backend; ``why_not`` makes them for the target, so that the call can be traced for a
+GPU that is not there.
 
 Without documents the mask is cuDNN's causal one, with its sliding window where there is one: masked tiles are skipped.
-Documents whose list is known (`segment_ranges(…, max_documents=…)`) take its variable-length path, on Hopper and later
-(`cudnn_documents`). All others become an additive bias [B, 1, S, T] in q's dtype, any window in it: correct, but costly
-(no tile is skipped for being in another document, and the bias is read by every head). The bias has no gradient.
+Documents become an additive bias [B, 1, S, T] in q's dtype, any window in it: correct, but costly (no tile is skipped
+for being in another document, and the bias is read by every head). The bias has no gradient.
 """
 
 import jax.numpy as jnp
 from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn_documents
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask, queries_of, visible
 from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.ranges import SegmentRanges
 
 # Finite, because cuDNN subtracts two of them where a row is masked throughout; JAX's constants for the same purpose.
 _MASKED = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
@@ -63,8 +59,6 @@ def forward(operands: Operands, options: Options) -> tuple[Array, Array]:
     """The output and the log-sum-exp, for a call that ``why_not`` lets through; arguments as in `xla.forward`."""
     q, k, v, mask, sinks, seed = operands
     assert sinks is None and seed is None
-    if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
-        return cudnn_documents.forward(q, k, v, mask.ranges, options)
     allowed = _allowed(q, k, mask, options)
     bias = _bias(q.dtype, allowed)
     out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(
@@ -82,8 +76,6 @@ def backward(operands: Operands, cotangents: Cotangents, options: Options) -> tu
     q, k, v, mask, sinks, seed = operands
     lse, _, dout, out = cotangents
     assert sinks is None and seed is None
-    if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
-        return cudnn_documents.backward(q, k, v, mask.ranges, lse, out, dout, options)
     bias = _bias(q.dtype, _allowed(q, k, mask, options))
     if bias is not None:  # with 0 for +inf the weights of a query that sees nothing are exp(bias) = 0, and finite
         lse = jnp.where(lse == jnp.inf, 0.0, lse)
@@ -91,11 +83,6 @@ def backward(operands: Operands, cotangents: Cotangents, options: Options) -> tu
         *_operands(q, k, v, bias), lse, out, dout, **_parameters(bias, options)
     )
     return dq, dk, dv
-
-
-def _lists_documents(q: Array, k: Array, ranges: SegmentRanges, options: Options) -> bool:
-    """Whether the call takes the variable-length path rather than a bias."""
-    return cudnn_documents.why_not(dispatch.target(), q, k, ranges, options) is None
 
 
 def _operands(q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, ...]:

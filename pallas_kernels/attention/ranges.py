@@ -19,23 +19,6 @@ TILE = 128
 """Rows of a tile in the orders below; the kernels' tiles of queries and of keys."""
 
 
-class Documents(NamedTuple):
-    """The documents of each row as a list, for cuDNN.
-
-    M is the `max_documents` of `segment_ranges`, but at least 2: cuDNN reads a list of one as no list.
-
-    Attributes:
-        start: the first token of each of a row's at most M documents; S where the row has fewer.
-        length: its tokens; 0 where the row has fewer.
-        number: which of its row's documents each token belongs to, from 0; M where that is one too many, and for
-            padding.
-    """
-
-    start: Int32[Array, "B M"]
-    length: Int32[Array, "B M"]
-    number: Int32[Array, "B S"]
-
-
 class SegmentRanges(NamedTuple):
     """The documents of packed rows as ranges; made once a batch by `segment_ranges`, for all layers.
 
@@ -48,7 +31,6 @@ class SegmentRanges(NamedTuple):
         q_order: each row's tiles of `TILE` queries, those that see most keys first (causal); `order_of_all` joins the
             rows.
         k_order: each row's tiles of `TILE` keys, those that most queries see first.
-        documents: the documents one by one, where `segment_ranges` was told how many there may be.
     """
 
     k_start: Int32[Array, "B S"]
@@ -57,14 +39,11 @@ class SegmentRanges(NamedTuple):
     q_end: Int32[Array, "B T"]
     q_order: Int32[Array, "B QT"]
     k_order: Int32[Array, "B KT"]
-    documents: Documents | None = None
 
 
 def segment_ranges(
     segment_ids: Int[Array, "B S"],
     kv_segment_ids: Int[Array, "B T"] | None = None,
-    *,
-    max_documents: int | None = None,
 ) -> SegmentRanges:
     """The ranges of the documents in packed rows.
 
@@ -72,22 +51,14 @@ def segment_ranges(
         segment_ids: the document of each query, from 1 and never decreasing along the row but for padding (0), which
             sees nothing and is not seen.
         kv_segment_ids: the document of each key; segment_ids by default.
-        max_documents: the most documents that a row may have. Given, the ranges carry the list of documents that
-            cuDNN's variable-length attention needs (its memory grows with this number); for queries and keys of the
-            same rows, that is without kv_segment_ids.
 
     Returns:
-        The ranges. Under jit the order and the number of the documents can not be checked: a document in several
-        pieces, or documents out of order, give ranges that are wrong; documents beyond max_documents give NaN where
-        the list of documents is used.
+        The ranges. Under jit the order of the documents can not be checked: a document in several pieces, or documents
+        out of order, give ranges that are wrong.
 
     Raises:
-        ValueError: ids of other shapes; documents in several pieces, out of order or more than max_documents, where
-            the ids are known; max_documents below 1 or beside kv_segment_ids.
+        ValueError: ids of other shapes; documents in several pieces or out of order, where the ids are known.
     """
-    if max_documents is not None and (max_documents < 1 or kv_segment_ids is not None):
-        got = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
-        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, got {got}")
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or segment_ids.shape[0] != kv_segment_ids.shape[0]:
         raise ValueError(
@@ -98,20 +69,12 @@ def segment_ranges(
         reason = not_contiguous(ids)
         if reason is not None:
             raise ValueError(f"segment_ranges: {name}: {reason}")
-    if max_documents is not None and not isinstance(segment_ids, Tracer):
-        counts = [np.unique(row[row != 0]).size for row in np.asarray(segment_ids)]
-        if max(counts, default=0) > max_documents:
-            raise ValueError(
-                f"segment_ranges: max_documents: expected at least {max(counts)}, the documents of row "
-                f"{np.argmax(counts)}, got {max_documents}"
-            )
 
     def ranges(segment_ids: Array, kv_segment_ids: Array) -> SegmentRanges:
         queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
         k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
         q_start, q_end = _range(keys, queries, kv_segment_ids, segment_ids)
-        documents = None if max_documents is None else _documents(segment_ids, k_start, k_end, max(max_documents, 2))
-        return ordered(k_start, k_end, q_start, q_end)._replace(documents=documents)
+        return ordered(k_start, k_end, q_start, q_end)
 
     return with_automatic_axes(ranges, segment_ids, kv_segment_ids, rows_like=segment_ids)
 
@@ -195,16 +158,3 @@ def _heaviest_first(start: Array, end: Array) -> Array:
     first = jnp.pad(start, ((0, 0), (0, missing)), mode="edge")[:, ::TILE]
     last = jnp.pad(end, ((0, 0), (0, missing)), mode="edge")[:, TILE - 1 :: TILE]
     return jnp.argsort(first - last, axis=1, stable=True).astype(jnp.int32)
-
-
-def _documents(ids: Array, start: Array, end: Array, most: int) -> Documents:
-    """The list of each row's documents from the ranges of its tokens."""
-    length = ids.shape[1]
-    place = jnp.arange(length, dtype=jnp.int32)[None]
-    first = (start == place) & (end > start)
-    count = jnp.cumsum(first, axis=1, dtype=jnp.int32)
-    starts = jnp.sort(jnp.where(first, place, length), axis=1)[:, :most]
-    starts = jnp.pad(starts, ((0, 0), (0, most - starts.shape[1])), constant_values=length)
-    ends = jnp.take_along_axis(jnp.pad(end, ((0, 0), (0, 1)), constant_values=length), starts, axis=1)
-    number = jnp.where(end > start, jnp.minimum(count - 1, most), most)
-    return Documents(starts, ends - starts, number)

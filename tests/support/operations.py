@@ -104,7 +104,7 @@ def cases() -> dict[str, Case]:
         "attention.attention": Case(
             attend, (0, 1, 2, 3), (0, 1, 2, 4), (f(ROWS, 4, 2, 4), f(ROWS, 4, 1, 4), f(ROWS, 4, 1, 4), ranges, f(2))
         ),
-        "attention.segment_ranges": Case(partial(attention.segment_ranges, max_documents=2), (0,), (), (ids,)),
+        "attention.segment_ranges": Case(attention.segment_ranges, (0,), (), (ids,)),
         "cross_entropy.chunked_cross_entropy": Case(*head(cross_entropy.chunked_cross_entropy), of_rows=False),
         "cross_entropy.token_log_probs": Case(*head(cross_entropy.token_log_probs)),
         "nf4.quantize": Case(nf4.quantize, (0,), (), (wide,)),

@@ -80,39 +80,6 @@ def test_packed_documents(shape, dtype, causal):
         assert not np.any(array[segments == 0])
 
 
-@pytest.mark.parametrize("shape", HEADS, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("max_documents", [6, 16])
-def test_listed_documents(shape, dtype, causal, max_documents):
-    """The variable-length path: a row of six documents with padding, one of two, and lists with room for more."""
-    segments = packed_rows()
-    ranges = segment_ranges(jnp.asarray(segments), max_documents=max_documents)
-    results = assert_as_good_as_16_bits_allow(inputs(shape, dtype), dtype, causal=causal, segment_ranges=ranges)
-    for array in results:
-        assert not np.any(array[segments == 0])
-
-
-def test_listed_documents_in_rows_of_which_one_is_padding_and_one_is_full():
-    segments = jnp.zeros((BATCH, LENGTH), jnp.int32).at[1].set(1)
-    ranges = segment_ranges(segments, max_documents=1)
-    arrays = inputs(HEADS[0], jnp.bfloat16)
-    results = assert_as_good_as_16_bits_allow(arrays, jnp.bfloat16, segment_ranges=ranges)
-    for array in results:
-        assert not np.any(array[0])
-
-
-def test_listed_documents_need_no_bias():
-    ranges = segment_ranges(jnp.asarray(packed_rows()), max_documents=6)
-
-    def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, segment_ranges=ranges, implementation="cudnn").astype(jnp.float32))
-
-    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs(HEADS[0], jnp.bfloat16)[:3]).compile().as_text()
-    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
-    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [1, 100, LENGTH])
 def test_sliding_window(packed, window):
@@ -121,9 +88,8 @@ def test_sliding_window(packed, window):
 
 
 @pytest.mark.parametrize("pair", [("cudnn", "xla"), ("xla", "cudnn")])
-@pytest.mark.parametrize("max_documents", [None, 6])
-def test_each_pass_can_be_cudnns_alone(pair, max_documents):
-    ranges = segment_ranges(jnp.asarray(packed_rows()), max_documents=max_documents)
+def test_each_pass_can_be_cudnns_alone(pair):
+    ranges = segment_ranges(jnp.asarray(packed_rows()))
     arrays = inputs(HEADS[0], jnp.bfloat16)
     assert_as_good_as_16_bits_allow(arrays, jnp.bfloat16, implementation=pair, segment_ranges=ranges)
 
@@ -131,7 +97,7 @@ def test_each_pass_can_be_cudnns_alone(pair, max_documents):
 def test_log_sum_exp():
     q, k, v, _ = inputs(HEADS[0], jnp.bfloat16)
     segments = jnp.asarray(packed_rows())
-    for documents in ({}, {"segment_ids": segments}, {"segment_ranges": segment_ranges(segments, max_documents=6)}):
+    for documents in ({}, {"segment_ids": segments}, {"segment_ranges": segment_ranges(segments)}):
         (_, ours), (_, plain) = (
             attention(q, k, v, return_lse=True, implementation=(name, "xla"), **documents) for name in ("cudnn", "xla")
         )

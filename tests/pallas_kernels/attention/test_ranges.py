@@ -1,7 +1,5 @@
 """Documents as ranges: against a plain search, and over several devices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,9 +33,7 @@ def plain_ranges(rows, columns):
     return starts, ends
 
 
-@functools.cache
-def compiled(max_documents=None):
-    return jax.jit(functools.partial(segment_ranges, max_documents=max_documents), compiler_options=QUICK)
+compiled = jax.jit(segment_ranges, compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -46,7 +42,7 @@ def test_ranges_are_where_the_documents_are(seed, own_keys):
     rng = np.random.default_rng(seed)
     queries = packed_rows(rng, 5, 300, 90)
     keys = packed_rows(rng, 5, 210, 60) if own_keys else queries
-    ranges = compiled()(queries, keys)
+    ranges = compiled(queries, keys)
     for start, end, rows, columns in (
         (ranges.k_start, ranges.k_end, queries, keys),
         (ranges.q_start, ranges.q_end, keys, queries),
@@ -63,7 +59,7 @@ def test_ranges_are_where_the_documents_are(seed, own_keys):
 def test_tiles_come_heaviest_first():
     """The keys that a causal tile of queries spans, from its first query's first key to its last query's last."""
     ids = packed_rows(np.random.default_rng(9), 4, 5 * TILE - 7, 400)
-    ranges = compiled()(ids)
+    ranges = compiled(ids)
     start, end, place = np.asarray(ranges.k_start), np.asarray(ranges.k_end), np.arange(ids.shape[1])
     for row, order in enumerate(np.asarray(ranges.q_order)):
         assert sorted(order) == list(range(5))
@@ -75,32 +71,12 @@ def test_tiles_come_heaviest_first():
     np.testing.assert_array_equal(everyone[:4], 5 * np.arange(4) + np.asarray(ranges.k_order)[:, 0])
 
 
-def test_documents_are_listed_one_by_one():
-    ids = np.array([[0, 2, 2, 2, 5, 0, 0, 7, 7], [1] * 9, [0] * 9, [1, 2, 3, 4, 5, 6, 7, 8, 9]], np.int32)
-    documents = compiled(3)(ids).documents
-    assert documents is not None
-    np.testing.assert_array_equal(documents.start, [[1, 4, 7], [0, 9, 9], [9, 9, 9], [0, 1, 2]])
-    np.testing.assert_array_equal(documents.length, [[3, 1, 2], [9, 0, 0], [0, 0, 0], [1, 1, 1]])
-    numbers = [[3, 0, 0, 0, 1, 3, 3, 2, 2], [0] * 9, [3] * 9, [0, 1, 2, 3, 3, 3, 3, 3, 3]]
-    np.testing.assert_array_equal(documents.number, numbers)
-
-
-def test_a_list_has_room_for_two_and_for_more_documents_than_tokens():
-    ids = np.array([[1, 1], [0, 0]], np.int32)
-    for most, room in ((1, 2), (5, 5)):
-        documents = compiled(most)(ids).documents
-        assert documents is not None and documents.start.shape == documents.length.shape == (2, room)
-        np.testing.assert_array_equal(documents.length, [[2] + [0] * (room - 1), [0] * room])
-        np.testing.assert_array_equal(documents.number, [[0, 0], [room, room]])
-
-
 def test_ranges_are_split_over_devices_as_the_rows_are():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
     ids = packed_rows(np.random.default_rng(4), 16, 2 * TILE, 60)
-    ranges = functools.partial(segment_ranges, max_documents=4)
-    split = jax.jit(jax.shard_map(ranges, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))(ids)
-    whole = compiled(4)(ids)
+    split = jax.jit(jax.shard_map(segment_ranges, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))(ids)
+    whole = compiled(ids)
     assert jax.tree.structure(split) == jax.tree.structure(whole)
     for one, two in zip(jax.tree.leaves(split), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(one, two)

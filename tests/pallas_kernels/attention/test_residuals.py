@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import SAVEABLE_NAMES, attention, attention_implementation, segment_ranges
+from pallas_kernels.attention import SAVEABLE_NAMES, attention, attention_implementation
 from tests.support.aot import AOT, needs_cuda_plugin
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
@@ -192,9 +192,9 @@ def test_what_cudnn_cannot_serve_it_refuses_with_a_reason(kind, changes, reason)
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.parametrize("documents", ["none", "ids", "list"])
+@pytest.mark.parametrize("documents", ["none", "ids"])
 def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(documents):
-    """The kernels that XLA is asked for, in shard_map over four GPUs: with a bias only where no list is known."""
+    """The kernels that XLA is asked for, in shard_map over four GPUs: with a bias for documents alone."""
     aot = AOT(gpus=4)
     rows = jax.sharding.PartitionSpec("x")
     q, k = (aot.spec((4, *x.shape[1:]), x.dtype, rows) for x in (Q, K))
@@ -203,8 +203,6 @@ def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(documents):
     attend_by_cudnn = functools.partial(attention, implementation="cudnn")
 
     def attend(q, k, v, ids):
-        if documents == "list":
-            return attend_by_cudnn(q, k, v, segment_ranges=segment_ranges(ids, max_documents=5))
         return attend_by_cudnn(q, k, v, segment_ids=ids if documents == "ids" else None)
 
     island = jax.shard_map(attend, mesh=aot.mesh, in_specs=rows, out_specs=rows)
@@ -213,5 +211,3 @@ def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(documents):
     kernel = "__cudnn$fmhaScaleBiasSoftmax" if documents == "ids" else "__cudnn$fmhaSoftmax"
     called = re.findall(r"custom_call @(__cudnn\$\w+)\(", text)
     assert sorted(called) == [kernel, kernel + "Backward"]
-    for setting in (r"max_seg_per_batch\22: 5,", "PADDING_CAUSAL"):  # the quotes of JSON, as the module prints them
-        assert text.count(setting) == (2 if documents == "list" else 0)
