@@ -58,7 +58,7 @@ def export_checkpoint(
             )
 
             def load(chosen: int) -> Any:
-                return checkpoints.load_part(chosen, "trainable", trained)
+                return checkpoints.load(chosen, trained, "trainable")
 
             if earlier is None:
                 assert step is not None, "without a step there is a newest checkpoint"

@@ -13,7 +13,7 @@ from fastjax.runs.identity import Identity
 from fastjax.runs.messages import warn
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints
-from fastjax.training.checkpoint_files import METADATA, UNCHECKED_FORMAT, Unreadable
+from fastjax.training.checkpoint_store import METADATA, UNCHECKED_FORMAT, Unreadable
 from fastjax.training.config import TrainConfig
 
 State = TypeVar("State")

@@ -275,7 +275,7 @@ class TrainingRun:
         try:
             if best not in checkpoints.steps():
                 raise TrainingError(f"{checkpoints.folder / str(best)} could not be saved")
-            return checkpoints.load_part(best, "trainable", reached.state.trainable)
+            return checkpoints.load(best, reached.state.trainable, "trainable")
         except TrainingError as error:
             raise TrainingError(
                 f"output.load_best_model_at_end: the checkpoint of step {best} is the best, but {error}; the last "

@@ -3,13 +3,13 @@
 One folder a step under `checkpoints/`, which is renamed when it is whole, so a killed run leaves whole checkpoints
 only. A background thread writes from a copy of the state: on the device if there is room, which costs the run a
 millisecond, otherwise on the host. The arrays are stored under their names in the state, but for the learning rates,
-which follow from the settings; beside them, as JSON, a checksum of each, progress, data position and settings. A
-checkpoint is renamed before it is deleted.
+which follow from the settings; beside them, as JSON, progress, data position and settings. A checkpoint is
+renamed before it is deleted.
 
-With several processes each writes the parts that its devices hold, and the first one the JSON, when all have told that
-their parts are written; what goes wrong in one is told to all before any goes on. Each reads the parts that its devices
-are to hold then, so a run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks of a layer,
-or of some rows of a table, for readers that need a part of them.
+With several processes each writes what its devices hold, and the first one the JSON, when all have told that theirs is
+written; what goes wrong in one is told to all before any goes on. Each reads what its devices are to hold then, so a
+run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks of a layer, or of some rows of a
+table, for readers that need a part of them.
 """
 
 import concurrent.futures
@@ -27,22 +27,26 @@ from fastjax.errors import ConfigError, TrainingError
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel.processes import is_primary, told
 from fastjax.training.cadence import Progress
-from fastjax.training.checkpoint_files import (
+from fastjax.training.checkpoint_earlier import apart, mismatch, with_parts, with_stacks
+from fastjax.training.checkpoint_parts import copied_regions, held_regions, put, whole
+from fastjax.training.checkpoint_store import (
     METADATA,
     UNCHECKED_FORMAT,
+    UNFINISHED,
+    Stored,
     Unreadable,
+    finish,
     read_arrays,
     read_metadata,
+    retire,
     seal,
+    sweep,
+    write_arrays,
 )
-from fastjax.training.checkpoint_parts import Parts, check_sums, gather_all, own_parts, put, whole
-from fastjax.training.checkpoint_stacks import apart, with_parts, with_stacks
-from fastjax.training.checkpoint_sums import checksum, element_sum, sum_checksum
-from fastjax.training.checkpoint_writing import UNFINISHED, Stored, finish, retire, sweep, write_parts
 from fastjax.training.optimizers import LearningRates
 
-#: Version of the JSON beside the arrays; later ones are refused. Of several processes the checksums are sums.
-SOLE_FORMAT, FORMAT = 2, 3
+#: Version of the JSON beside the arrays; later ones are refused. Those from 2 to 3 have checksums of the arrays there.
+FORMAT = 4
 
 
 class SaveFailed(TrainingError):
@@ -92,34 +96,29 @@ class Checkpoints:
         """
         self.wait()
         arrays = named_arrays(state)
-        shared = jax.process_count() > 1
-        number = FORMAT if shared else SOLE_FORMAT
-        metadata: Any = {"format": number, "progress": progress._asdict(), "arrays": _described(arrays)}
+        metadata: Any = {"format": FORMAT, "progress": progress._asdict(), "arrays": _described(arrays)}
         metadata |= self.extra(progress.step)
         arrays = {name: array for name, array in arrays.items() if array.size}  # zarr has no empty arrays
-        if shared:  # only the caller's thread may wait for other processes' devices
-            sums = {name: sum_checksum(value) for name, value in jax.device_get(_element_sums(arrays)).items()}
-            parts = {name: own_parts(array) for name, array in arrays.items()}
-            self._copied = progress.step, lambda: self._write(parts, metadata | {"checksums": sums}, progress)
+        if jax.process_count() > 1:
+            stored = {name: copied_regions(array) for name, array in arrays.items()}
+            self._copied = progress.step, lambda: self._write(stored, metadata, progress)
             return
         copied = _copy(arrays)
 
         def write() -> None:
             # One at a time: all at once would delay the dispatch of the next steps.
-            values = {name: np.asarray(copied.pop(name)) for name in list(copied)}
-            sums = {name: checksum(array) for name, array in values.items()}
-            parts = {name: whole(array) for name, array in values.items()}
-            self._write(parts, metadata | {"checksums": sums}, progress)
+            fetched = {name: whole(np.asarray(copied.pop(name))) for name in list(copied)}
+            self._write(fetched, metadata, progress)
 
         self._copied = progress.step, write
 
     def _write(self, arrays: Mapping[str, Stored], metadata: Mapping[str, Any], progress: Progress) -> None:
-        """Write this process's parts, and with the others' make a checkpoint of them, or none: all get one answer."""
+        """Write this process's regions, and with the others' make a checkpoint, or none: all get one answer."""
         target = self.folder / str(progress.step)
         unfinished = self.folder / f"{progress.step}{UNFINISHED}"
         error: Exception | None = None
         try:
-            write_parts(unfinished, jax.process_index(), arrays)
+            write_arrays(unfinished, jax.process_index(), arrays)
         except Exception as caught:
             error = caught
         wrong = told("checkpoint", _reason(error))
@@ -180,7 +179,7 @@ class Checkpoints:
         """
         where = self.folder / str(step)
         found = read_metadata(where)
-        if found["format"] not in (UNCHECKED_FORMAT, SOLE_FORMAT, FORMAT):
+        if found["format"] not in range(UNCHECKED_FORMAT, FORMAT + 1):
             raise ConfigError(
                 f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was "
                 "written by another version of fastjax"
@@ -193,74 +192,65 @@ class Checkpoints:
             raise Unreadable(where, f"{METADATA} is damaged: it is of step {named}")
         return found
 
-    def load(self, step: int, like: Any) -> Any:
-        """Read the state of a checkpoint.
+    def load(self, step: int, like: Any, field: str | None = None) -> Any:
+        """Read the state of a checkpoint, or one field of it.
 
         Args:
             step: of the checkpoint.
-            like: a state with the arrays' shapes, dtypes and places.
+            like: a state, or the field's tree, with the arrays' shapes, dtypes and shardings.
+            field: of the state, such as "trainable"; None: all of it.
 
         Returns:
-            The state.
+            The state, or the field.
 
         Raises:
             ConfigError: the checkpoint's arrays differ; names the first.
             Unreadable: it is damaged.
         """
-        arrays, metadata = named_arrays(like), self.metadata(step)
-        parts = apart(arrays, metadata["arrays"])
-        read = with_parts(arrays, parts)
-        _check(_described(read), metadata["arrays"], self.folder / str(step))
-        stored = with_stacks(self._read(step, metadata, read), arrays, parts)
-        found = iter([stored.get(name, array) for name, array in arrays.items()])
+        prefix, metadata = "" if field is None else f"{field}.", self.metadata(step)
+        wanted = {prefix + name: array for name, array in named_arrays(like).items()}
+        described = {name: entry for name, entry in metadata["arrays"].items() if name.startswith(prefix)}
+        unstacked = apart(wanted, described)
+        arrays = with_parts(wanted, unstacked)
+        _check(_described(arrays), described, self.folder / str(step))
+        stored = with_stacks(self._read(step, metadata, arrays), wanted, unstacked)
+        values = (
+            stored[name] if array.size else jnp.zeros(array.shape, array.dtype, device=array.sharding)
+            for name, array in wanted.items()
+        )
 
         def value(old: Any) -> Any:
             if _is_setting(old):
                 return old
-            new = next(found)
+            new = next(values)
             return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
 
         return jax.tree.map(value, like, is_leaf=_is_setting)
 
-    def load_part(self, step: int, field: str, like: Any) -> Any:
-        """Read one field of a checkpoint's state alone.
-
-        Args:
-            step: of the checkpoint.
-            field: of the state, such as "trainable".
-            like: a tree with the arrays' shapes, dtypes and places.
-
-        Returns:
-            The field.
-
-        Raises:
-            ConfigError: the checkpoint's arrays differ; names the first.
-            Unreadable: it is damaged.
-        """
-        metadata = self.metadata(step)
-        arrays = {f"{field}.{name}": array for name, array in named_arrays(like).items()}
-        here = {name: entry for name, entry in metadata["arrays"].items() if name.startswith(f"{field}.")}
-        _check(_described(arrays), here, self.folder / str(step))
-        stored = self._read(step, metadata, arrays)
-        found = [stored[name] if array.size else jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()]
-        return jax.tree.unflatten(jax.tree.structure(like), found)
-
     def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The stored values of `arrays`, on their devices."""
-        folder, checksums = self.folder / str(step), metadata.get("checksums")
+        """The stored values of `arrays`, on their devices; damage that one process finds is all processes'."""
+        folder, checksums = self.folder / str(step), metadata.get("checksums", {})
         arrays = {name: array for name, array in arrays.items() if array.size}
-        parts = {name: Parts.of(array.shape, array.sharding) for name, array in arrays.items()}
-        regions = {name: one.own for name, one in parts.items()}
+        regions = {name: held_regions(array.shape, array.sharding) for name, array in arrays.items()}
 
         def placed(name: str, values: list[np.ndarray]) -> jax.Array:
-            return put(values, parts[name], arrays[name].sharding)
+            return put(values, arrays[name].shape, arrays[name].sharding)
 
-        found, sums, error = {}, {}, None
+        def check(name: str, array: np.ndarray) -> str | None:
+            return None if metadata["format"] == UNCHECKED_FORMAT else mismatch(array, checksums.get(name))
+
+        error, found = None, {}
         try:
-            found, sums = read_arrays(folder, _described(arrays), checksums, regions, placed)
+            earlier = metadata["format"] < FORMAT
+            found = read_arrays(folder, _described(arrays), regions, placed, check if earlier else None)
         except Unreadable as caught:
             error = caught
-        check_sums(folder, checksums, parts, sums, error, gather_all if jax.process_count() > 1 else None)
+        damaged = told("restore", "" if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, reason in enumerate(damaged):
+            if reason:
+                raise Unreadable(folder, f"rank {rank} finds it damaged")
         return found
 
     def _retire(self, progress: Progress) -> None:
@@ -276,17 +266,6 @@ class Checkpoints:
 @jax.jit
 def _copy_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.copy, arrays)
-
-
-@jax.jit
-def _element_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-
-    def bits(array: jax.Array) -> jax.Array:
-        plain = array.astype(jnp.uint8) if array.dtype == bool else array
-        return jax.lax.bitcast_convert_type(plain, kinds[plain.dtype.itemsize])
-
-    return {name: element_sum(bits(array), jnp) for name, array in arrays.items()}
 
 
 def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastjax.cli import COMMANDS, main
 from fastjax.commands import train
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 from fastjax.parallel import processes
-from fastjax.training.checkpoint_files import Unreadable
+from fastjax.training.checkpoint_store import Unreadable
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
-"""Checkpoints from before moments of layers that are called one by one were stacked (2026-11-24).
+"""Checkpoints of earlier versions: their checksums, and moments that were not stacked yet.
 
-What is now one array of n layers lies there in n arrays, under the names that differ in the layer's number alone.
+Until 2026-11-27 the metadata held a checksum of each array: the CRC-32 of its bytes, or, where several processes had
+written it, a sum over its elements, each mixed with its index.
+
+Until 2026-11-24 an optimizer held the moments of layers that are called one by one in an array each. One array of n
+layers now is n arrays there, under names that differ in the layer's number alone.
 """
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+#: Beginning of a checksum that is a sum.
+SUM = "sum-"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
@@ -72,3 +80,27 @@ def with_stacks(
         for name, names in parts.items()
     }
     return {name: array for name, array in read.items() if name not in members} | stacks
+
+
+def mismatch(array: np.ndarray, expected: str | None) -> str | None:
+    """The two checksums of an array that differ, in words; None: they are equal.
+
+    Args:
+        array: whole, of NumPy.
+        expected: of the metadata; None: it is missing there.
+    """
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    if expected is not None and expected.startswith(SUM):
+        given = f"{SUM}{_element_sum(flat):08x}"
+    else:
+        given = f"{zlib.crc32(flat.view(np.uint8)):08x}"  # ml_dtypes' arrays are no buffers
+    return None if given == expected else f"expected the checksum {expected}, got {given}"
+
+
+def _element_sum(flat: np.ndarray) -> int:
+    """The sum, modulo 2³², of the elements, each mixed with its index by a bijection (MurmurHash3's finaliser)."""
+    bits = flat.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[flat.dtype.itemsize])
+    mixed = bits.astype(np.uint32) ^ (np.arange(bits.size, dtype=np.uint32) * np.uint32(0x9E3779B1))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
+    return int(np.sum(mixed, dtype=np.uint32))
