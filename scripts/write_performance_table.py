@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.presets import PRESETS
 from fastjax.planning.memory import ALLOCATOR_BYTES
+from fastjax.training.report.panels import COLOURS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "measurements"
@@ -28,6 +29,25 @@ GIB = 2**30
 CARD = "NVIDIA H200"
 #: What a table cannot be without.
 REQUIRED = ("date", "command", "device", "preset", "batch", "seq", "checkpointing", "layer_loop")
+
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.labelcolor": "#374151",
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.7,
+    "xtick.color": "#374151",
+    "ytick.color": "#374151",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.solid_capstyle": "round",
+}
 
 
 class Step(NamedTuple):
@@ -232,8 +252,6 @@ def draw(steps: Sequence[Step]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    from fastjax.training.report.plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, STYLE
-
     shown = newest(step for step in steps if step.speed and step.peak and step.card == CARD)
     kinds: dict[str, list[Step]] = {}
     for step in shown:
@@ -241,10 +259,10 @@ def draw(steps: Sequence[Step]) -> bytes:
     lengths = sorted({step.case.rows for step in shown}, key=lambda rows: (len(rows), rows))
     markers = dict(zip(lengths, "osD^vPX", strict=False))
     options: dict[str, Any] = {"dpi": 120, "facecolor": "white", "layout": "constrained"}
-    with rc_context(STYLE):
+    with rc_context(_STYLE):
         figure = Figure(figsize=(9.0, 4.8), **options)
         axis = figure.subplots()
-        colours = [BLUE, ORANGE, GREEN, PINK, RED, GREY, "black", "#8b5cf6", "#b45309"]
+        colours = [light for light, _ in COLOURS.values()] + ["black", "#8b5cf6", "#b45309"]
         for number, (kind, group) in enumerate(kinds.items()):
             colour = colours[number % len(colours)]
             for step in group:

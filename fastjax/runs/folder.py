@@ -24,7 +24,7 @@ RUN_FILES = (
     "adapter",
     "model",
     "report.html",
-    "report.png",
+    "report.png",  # of earlier versions
     "tensorboard",
     "profile",
 )

@@ -13,7 +13,7 @@ from fastjax.runs.messages import say
 from fastjax.training.metrics import JsonLines, Sink, Tolerant
 from fastjax.training.profile import StepProfile
 from fastjax.training.progress import make_progress
-from fastjax.training.report import default_settings, describe_environment, describe_peaks, usage, write_report
+from fastjax.training.report import describe_environment, describe_peaks, usage, write_report
 from fastjax.training.trackers import Place, make_trackers
 
 
@@ -81,7 +81,6 @@ class Reporting:
         write_report(
             run.folder.path,
             config=dataclasses.asdict(run.config),
-            defaults=default_settings(),
             statistics=run.data.statistics(),
             environment=environment,
             result=result if self.status == "finished" else [],

@@ -20,7 +20,7 @@ class OutputSection:
     """The output folder and its contents."""
 
     output_dir: str
-    """folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and at the end
+    """folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, and at the end
     `adapter/` (or `model/` after full fine-tuning)."""
     overwrite_output_dir: bool = False
     """replace an earlier run in that folder."""

@@ -1,4 +1,4 @@
-"""The report at the end of a run: `report.html`, one self-contained page, and `report.png`.
+"""The report at the end of a run: `report.html`, one self-contained page.
 
 Its source is metrics.jsonl, so resumed, interrupted and failed runs have one too.
 """
@@ -11,14 +11,12 @@ from rich.console import Console
 
 from convert.files import atomic_file
 from fastjax.training.metrics import read_rows
-from fastjax.training.report.charts import describe_chart
+from fastjax.training.report.charts import render_page
 from fastjax.training.report.environment import describe_environment, describe_peaks
 from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_samples, list_spikes
-from fastjax.training.report.history import History
-from fastjax.training.report.page import render_page
+from fastjax.training.report.history import DEVIATIONS, LEAST_SPREAD, WINDOW, History, find_spikes
 from fastjax.training.report.panels import panels
 from fastjax.training.report.settings import default_settings, list_settings
-from fastjax.training.report.spikes import DEVIATIONS, LEAST_SPREAD, WINDOW, find_spikes
 from fastjax.training.report.usage import usage
 
 __all__ = ["default_settings", "describe_environment", "describe_peaks", "usage", "write_report"]
@@ -28,19 +26,17 @@ def write_report(
     folder: Path,
     *,
     config: Mapping[str, Any],
-    defaults: Mapping[str, Any],
     statistics: Mapping[str, str],
     environment: Mapping[str, str],
     result: Sequence[str],
     status: str,
     console: Console | None = None,
 ) -> Path | None:
-    """Write a run's `report.html` and `report.png`; a failure is only a warning, as the run's result stands.
+    """Write a run's `report.html`; a failure is only a warning, as the run's result stands.
 
     Args:
         folder: the run's output folder, with metrics.jsonl.
         config: the settings: section → key → value.
-        defaults: `default_settings()`.
         statistics: data set → its statistics in words.
         environment: `describe_environment()`.
         result: commands for the result, as from `usage`; empty without a result.
@@ -51,7 +47,7 @@ def write_report(
         The page; None: it could not be written.
     """
     try:
-        return _write(folder, config, defaults, statistics, environment, result, status)
+        return _write(folder, config, statistics, environment, result, status)
     except Exception as error:
         message = f"warning: no report in {folder}: {type(error).__name__}: {error}"
         console = console or Console(stderr=True)
@@ -62,38 +58,32 @@ def write_report(
 def _write(
     folder: Path,
     config: Mapping[str, Any],
-    defaults: Mapping[str, Any],
     statistics: Mapping[str, str],
     environment: Mapping[str, str],
     result: Sequence[str],
     status: str,
 ) -> Path:
-    from fastjax.training.report.picture import draw_picture  # matplotlib takes a while to import
-
     history = History.from_rows(read_rows(folder / "metrics.jsonl"))
     spikes = find_spikes(history.steps["step"], history.steps["loss"])
     plots = []
     if len(history.steps["step"]) or history.evaluations:
         plots = panels(history, spikes, config.get("optimizer", {}).get("max_grad_norm"))
-    settings = list_settings(config, defaults)
-    changed = [setting for setting in settings if setting.changed]
-    name = config.get("output", {}).get("run_name") or folder.resolve().name
+    settings = list_settings(config, default_settings())
     facts = headline(history)
-    sentence = about(config, environment)
-    listed = list_spikes(spikes)
     html = render_page(
         "page.html.jinja",
-        [describe_chart(panel, history.extent) for panel in plots],
-        name=name,
+        plots,
+        history.extent,
+        name=config.get("output", {}).get("run_name") or folder.resolve().name,
         status=status,
         finished=status.startswith("finished"),
-        about=sentence,
+        about=about(config, environment),
         facts=facts,
         tile_columns=-(-len(facts) // -(-len(facts) // 6)) if facts else 1,
         result=result,
         evaluations=list_evaluations(history),
         spikes={
-            **listed._asdict(),
+            **list_spikes(spikes)._asdict(),
             "deviations": f"{DEVIATIONS:g}",
             "window": WINDOW,
             "least": f"{LEAST_SPREAD:.0%}",
@@ -102,13 +92,9 @@ def _write(
         events=list_events(history),
         statistics=statistics,
         environment=environment,
-        changed=changed,
+        changed=[setting for setting in settings if setting.changed],
         unchanged=[setting for setting in settings if not setting.changed],
     )
     with atomic_file(folder / "report.html") as file:
         file.write(html.encode())
-    tables = {"Data": statistics, "Environment": environment}
-    picture = draw_picture((name, status, sentence), facts, plots, history, changed, tables, result)
-    with atomic_file(folder / "report.png") as file:
-        file.write(picture)
     return folder / "report.html"

@@ -1,28 +1,28 @@
-"""The panels of the report described to plotly, as `charts.js` in the page hands them on.
+"""Pages with charts: one self-contained file each, with plotly's JavaScript, that needs no network.
 
-Colours stay names of `COLOURS`: the page has one of each for the light and one for the dark ground.
+`charts.js` in the page hands the panels on to plotly. Colours stay names of `COLOURS`: the page has one of each for the
+light and one for the dark ground.
 """
 
+import base64
+import functools
+import gzip
 import html
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from jaxtyping import Float64
 
-from fastjax.training.report.panels import Panel, Series
+from fastjax.training.report.facts import show_loss
+from fastjax.training.report.panels import COLOURS, Panel, Series
 
 MOST_POINTS = 4000
 """Of a line; a longer one keeps the lowest and the highest point of every stretch."""
 
-_SYMBOLS = {
-    "circle": "circle",
-    "diamond": "diamond",
-    "star": "star",
-    "spike": "triangle-down",
-    "cross": "x-thin-open",
-    "tick": "line-ns-open",
-}
 _FORMATS = {
     "number": {"hoverformat": ".5~g"},
     "count": {"hoverformat": ",.0f", "tickformat": ",~f"},
@@ -31,12 +31,41 @@ _FORMATS = {
 }
 
 
+def render_page(template: str, panels: Sequence[Panel], extent: tuple[int, int], **values: Any) -> str:
+    """Fill in a page.
+
+    Args:
+        template: name of the template, which extends frame.html.jinja.
+        panels: the panels, in order.
+        extent: the first step and the last, of all panels.
+        values: of the template's names.
+
+    Returns:
+        The HTML.
+    """
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    templates = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters["loss"] = show_loss
+    charts = [describe_chart(panel, extent) for panel in panels]
+    library = _library() if charts else ""
+    page = templates.get_template(template)
+    return page.render(charts=charts, colours=COLOURS, library=library, **values)
+
+
+@functools.cache
+def _library() -> str:
+    """The JavaScript of plotly in gzip and base64: 2 MB of 4.8."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
 def describe_chart(panel: Panel, extent: tuple[int, int]) -> dict[str, Any]:
     """A panel as JSON: its title, plotly's traces, and what is its own in plotly's layout.
 
     Args:
         panel: the panel.
-        extent: the first step and the last, of all panels of the page.
+        extent: as for `render_page`.
     """
     traces = [_trace(series, panel.title) for series in panel.series]
     layout: dict[str, Any] = {
@@ -95,8 +124,8 @@ def _trace(series: Series, title: str) -> dict[str, Any]:
     if series.group:
         trace["legendgroup"] = _escape(series.group)
     if series.symbol is not None:
-        trace["marker"] = {"symbol": _SYMBOLS[series.symbol], "size": series.size * 4 / 3}  # points to pixels
-        if series.symbol.startswith(("cross", "tick")):
+        trace["marker"] = {"symbol": series.symbol, "size": series.size * 4 / 3}  # points to pixels
+        if series.symbol.endswith("-open"):
             trace["marker"]["line"] = {"width": 1.5}
     if series.framed:
         trace["yaxis"] = "y3"

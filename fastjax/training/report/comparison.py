@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastjax.training.report.charts import describe_chart
+from fastjax.training.report.charts import render_page
 from fastjax.training.report.facts import Fact, headline
 from fastjax.training.report.history import History
-from fastjax.training.report.page import render_page
 from fastjax.training.report.panels import COLOURS, Panel, Series, from_zero, held_out, loss_axis, smoothed
 from fastjax.training.report.settings import list_settings
 
@@ -59,7 +58,8 @@ def comparison_page(runs: Sequence[Run]) -> str:
     looks = [{"colour": colour, "dashed": form == "dashed"} for colour, form in map(_look, range(len(runs)))]
     return render_page(
         "comparison.html.jinja",
-        [describe_chart(panel, extent) for panel in overlaid(runs)],
+        overlaid(runs),
+        extent,
         runs=[look | run._asdict() for look, run in zip(looks, runs, strict=True)],
         figures=figures(runs),
         differences=differing_settings(runs),

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastjax.training.plain_lines import duration
-from fastjax.training.report.history import History, median, smoothing_window
-from fastjax.training.report.spikes import Spike
+from fastjax.training.report.history import History, Spike, median, smoothing_window
 
 MOST_ROWS = 20
 """Rows of a list in the report; metrics.jsonl has them all."""

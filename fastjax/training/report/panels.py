@@ -1,7 +1,4 @@
-"""The panels of the report as data: each is the plot of one figure over the steps, whatever draws it.
-
-`plots` draws them with matplotlib, for the picture, and `charts` describes them to plotly, for the page.
-"""
+"""The panels of the report: each is the plot of one figure over the steps, which `charts` describes to plotly."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -9,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from fastjax.training.report.history import History, median, smooth, smoothing_window
-from fastjax.training.report.spikes import Spike
+from fastjax.training.report.history import History, Spike, median, smooth, smoothing_window
 
 COLOURS = {
     "blue": ("#0072B2", "#4aa8e0"),
@@ -25,7 +21,7 @@ COLOURS = {
 Important marks differ in form too.
 """
 
-Symbol = Literal["circle", "diamond", "star", "spike", "cross", "tick"]
+Symbol = Literal["circle", "diamond", "star", "triangle-down", "x-thin-open", "line-ns-open"]
 
 
 class Series(NamedTuple):
@@ -36,9 +32,9 @@ class Series(NamedTuple):
         colour: a name of `COLOURS`.
         x: steps.
         y: the figure; NaN: a gap.
-        width: of the line, in points; 0: marks alone.
-        symbol: of the marks; None: the line alone.
-        size: of the marks, in points.
+        width: of the line, in pixels; 0: marks alone.
+        symbol: of the marks, plotly's; None: the line alone.
+        size: of the marks, in points, four thirds of a pixel.
         opacity: from 0 to 1.
         form: of the line.
         legend: whether the legend has it.
@@ -68,8 +64,7 @@ class Panel(NamedTuple):
     Attributes:
         title: its quantity, with the unit.
         series: what it shows.
-        wide: full width, with the legend beside the title.
-        legend: the corner of the legend otherwise.
+        wide: full width.
         kind: of its numbers; "powers": small ones, with the power of ten of the highest.
         base: of the logarithm of its axis; None: linear.
         limits: of its axis; None: by the numbers.
@@ -80,7 +75,6 @@ class Panel(NamedTuple):
     title: str
     series: Sequence[Series]
     wide: bool = False
-    legend: Literal["upper right", "lower right"] = "upper right"
     kind: Literal["number", "count", "percent", "powers"] = "number"
     base: int | None = None
     limits: tuple[float | None, float | None] = (None, None)
@@ -100,16 +94,18 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
     if history.known("grad_norm"):
         found.append(_grad_norm(history, max_grad_norm))
     if history.known("learning_rate"):
-        found.append(learning_rate([Series("", "green", *history.column("learning_rate"), width=1.8)]))
+        series = [Series("", "green", *history.column("learning_rate"), width=1.8)]
+        found.append(Panel("Learning rate", series, kind="powers", limits=(0, None)))
     if history.known("token_accuracy"):
         series = [*smoothed(history, "token_accuracy", "blue", "training")]
         series += held_out(history, "eval_token_accuracy", "held out")
-        found.append(Panel("Token accuracy", series, legend="lower right", kind="percent"))
+        found.append(Panel("Token accuracy", series, kind="percent"))
     if history.known("tokens_per_second"):
         found.append(_throughput(history))
     if history.known("memory_bytes"):
         steps, memory = history.column("memory_bytes")
-        found.append(memory_panel([Series("", "grey", steps, memory / 2**30, width=1.8, form="steps")]))
+        series = [Series("", "grey", steps, memory / 2**30, width=1.8, form="steps")]
+        found.append(Panel("Device memory, peak so far (GiB)", series, limits=from_zero(series)))
     if history.known("loss_scale"):
         found.append(_loss_scale(history))
     if history.known("router_entropy"):
@@ -167,16 +163,6 @@ def held_out(history: History, name: str, label: str, colour: str = "red", form:
     return [Series(label, colour, steps, values, symbol="diamond", size=4, form=form)] if steps else []
 
 
-def learning_rate(series: Sequence[Series]) -> Panel:
-    """The panel of learning rates."""
-    return Panel("Learning rate", series, kind="powers", limits=(0, None))
-
-
-def memory_panel(series: Sequence[Series]) -> Panel:
-    """The panel of memory, in GiB."""
-    return Panel("Device memory, peak so far (GiB)", series, limits=from_zero(series))
-
-
 def from_zero(series: Sequence[Series]) -> tuple[float, float]:
     """Limits from zero to a little above the highest value."""
     values = np.concatenate([np.asarray(one.y, np.float64) for one in series])
@@ -194,11 +180,11 @@ def _loss(history: History, spikes: Sequence[Spike]) -> Panel:
         heights = [min(spike.loss, inside) for spike in spikes]
         notes = [f"spike: {spike.loss:.4g}, expected {spike.expected:.4g}" for spike in spikes]
         label = f"spike ({len(spikes):,})"
-        series.append(Series(label, "pink", [s.step for s in spikes], heights, 0, "spike", 6, notes=notes))
+        series.append(Series(label, "pink", [s.step for s in spikes], heights, 0, "triangle-down", 6, notes=notes))
     lost = steps[~np.isfinite(losses)]
     if lost.size:
         notes = ["not finite"] * lost.size
-        series.append(Series("not finite", "red", lost, np.full(lost.size, inside), 0, "cross", 6, notes=notes))
+        series.append(Series("not finite", "red", lost, np.full(lost.size, inside), 0, "x-thin-open", 6, notes=notes))
     labels = _beyond(spikes, inside, float(np.ptp(steps))) if spikes else []
     return Panel("Loss (nats)", [*series, *_events(history)], True, base=base, limits=limits, labels=labels)
 
@@ -248,7 +234,7 @@ def _events(history: History) -> list[Series]:
     if saved:
         notes = ["checkpoint"] * len(saved)
         heights = [0.02] * len(saved)
-        series.append(Series("checkpoint", "grey", saved, heights, 0, "tick", 8, framed=True, notes=notes))
+        series.append(Series("checkpoint", "grey", saved, heights, 0, "line-ns-open", 8, framed=True, notes=notes))
     stops = sorted({row["step"] for row in history.events if row["event"] in ("interrupted", "resumed")})
     if stops:
         x, y = np.repeat(stops, 3), [0.0, 1.0, np.nan] * len(stops)
@@ -284,5 +270,5 @@ def _loss_scale(history: History) -> Panel:
     skipped = history.steps["skipped"] == 1
     if skipped.any():
         label = f"skipped step ({int(skipped.sum()):,})"
-        series.append(Series(label, "red", steps[skipped], scales[skipped], 0, "cross", 6))
+        series.append(Series(label, "red", steps[skipped], scales[skipped], 0, "x-thin-open", 6))
     return Panel("Loss scale of float16", series, kind="count", base=2)

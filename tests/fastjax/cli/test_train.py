@@ -54,7 +54,7 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert "on cpu (device 0, 1 of 8), float32\nidle: " + IDLE + "\n" in out
     assert "step 3/3: loss" in out
     assert f"adapter: {run}/adapter" in out
-    assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
+    assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html"]
     assert IDLE in (run / "report.html").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (1, 0), (2, 1), (2, 0), (3, 1), (3, 0), (3, 0)]
@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite(settings, tmp_path, capsys):
     command = settings(optimizer={"learning_rate": 1e38, "warmup_steps": 0}, training={"eval_steps": None})
     assert main(command) == 1
     assert "step 2: the loss is nan" in capsys.readouterr().err
-    assert left_behind(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
+    assert left_behind(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl", "report.html"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-2]["loss"] is None and rows[-1]["event"] == "not_finite"
 
@@ -157,7 +157,7 @@ def test_a_full_disk_at_the_end(settings, tmp_path, capsys, monkeypatch, place):
     err = capsys.readouterr().err
     assert err.startswith(f"fastjax train: error: {tmp_path}/run/adapter: No space left on device")
     assert err.count("\n") == 1
-    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl", "report.html", "report.png"]
+    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl", "report.html"]
 
 
 def test_a_full_disk_leaves_the_earlier_result(settings, tmp_path, capsys, monkeypatch):
