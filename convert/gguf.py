@@ -4,13 +4,13 @@ Vectors and routers stay in float32; matrices take the requested type. With 4 an
 embedding) takes Q8_0, as the library writes no K-quants; a matrix whose rows are not whole blocks stays in F16.
 """
 
-import functools
 import importlib
 import math
 import os
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,17 @@ import numpy as np
 from convert.blocks import Blocks, whole_groups
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
-from convert.files import full_disk_names
 from convert.finite import is_finite, nonfinite
 from convert.gguf_architecture import hyper_parameters
-from convert.gguf_file import PARTIAL, UnfinishedFile
-from convert.gguf_header import read_gguf_header
-from convert.gguf_vocabulary import Vocabulary, read_vocabulary
+from convert.gguf_vocabulary import read_vocabulary
 from convert.model.paths import EMBEDDING, HEAD, SCORE
 from convert.model.spec import VECTORS, WeightSpec
-from convert.output import check_room
+from convert.output import write_files
 from convert.quantization_aware import QuantizationAware
 from convert.quantize import modules_named
-from convert.shard import Counter, Monitor
+from convert.shard import Job, Monitor, Part
 from convert.source import fingerprint
+from convert.tensor_file import Layout, TensorInfo
 from convert.unfinished import Unfinished
 from convert.weights import Weights, open_weights
 
@@ -112,52 +110,53 @@ def export_gguf(
     if trained is not None and plan.type.name not in _FLOATS:
         where = weights.checkpoint.folder.name
         plan.notes += [f"{where} was {each}" for each in trained.differences(type, trained.activations, skip)]
-    vocabulary = read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer)
+    header = _header(gguf, plan, read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer))
+    sizes = plan.sizes()
+    jobs = [plan.job(name, size, allow_nonfinite) for name, size in sizes.items()]
+    layout = _lay_out(place, header, sizes, gguf.GGUF_DEFAULT_ALIGNMENT)
+    made = write_files(
+        Unfinished(place, file=True),
+        {place.name: (layout, jobs)},
+        {
+            "source": fingerprint(source),
+            "format": _FORMAT,
+            "settings": [type, list(skip), pre_tokenizer, allow_nonfinite],
+            "header": zlib.crc32(header),
+        },
+        finish=lambda folder: None,
+        force=force,
+        allow=True,  # of the values, which `_Plan` checks
+        monitor=monitor,
+    )
     kinds = [kind.name for _, kind, _ in plan.tensors.values()]
-    exported = Exported(file, {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, tuple(plan.notes))
-    made_from = {"source": fingerprint(source), "format": _FORMAT}
-    made_from["settings"] = [type, list(skip), pre_tokenizer, allow_nonfinite]
-    state = Unfinished(place)
-    with state.claimed():
-        same = state.same(made_from)
-        if same and not (state.home / PARTIAL).exists() and place.exists():
-            state.remove()  # killed after its last step
-            return replace(exported, bytes=place.stat().st_size)
-        if place.exists() and not force:
-            state.remove_if(not same)
-            raise unexpected(file, "file", "a new one (--force replaces a file)", "one")
-        if not same:
-            state.start(made_from)
-        try:
-            with full_disk_names(file):
-                header = _header(gguf, plan, vocabulary, state.home / "header")
-                sizes = plan.sizes()
-                check_room(place, len(header) + sum(sizes.values()))
-                unfinished = UnfinishedFile(state, header, gguf.GGUF_DEFAULT_ALIGNMENT)
-                counter = Counter(monitor, 2 * sum(sizes.values()))
-                unfinished.write(plan.data(allow_nonfinite), counter)
-                _check(unfinished.path, unfinished.checksums, counter)
-                unfinished.publish(place)
-        except (ConvertError, OSError):
-            state.remove()
-            raise
-    state.remove()
-    return replace(exported, bytes=place.stat().st_size, kept=unfinished.kept)
+    types = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return Exported(file, types, place.stat().st_size, tuple(plan.notes), made.tensors)
 
 
-def _header(gguf: Any, plan: "_Plan", vocabulary: Vocabulary, file: Path) -> bytes:
+def _header(gguf: Any, plan: "_Plan", vocabulary: Mapping[str, Any]) -> bytes:
     """The bytes before the tensors' data."""
-    writer = gguf.GGUFWriter(file, plan.name)
-    try:
-        plan.add_metadata(writer)
-        _add_vocabulary(writer, vocabulary)
-        plan.add_tensors(writer)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-    finally:
-        writer.close()
-    return file.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / "header", plan.name)
+        try:
+            plan.add_metadata(writer)
+            for key, value in vocabulary.items():
+                getattr(writer, f"add_{key}")(value)
+            plan.add_tensors(writer)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        finally:
+            writer.close()
+        return (Path(folder) / "header").read_bytes()
+
+
+def _lay_out(file: Path, header: bytes, sizes: Mapping[str, int], alignment: int) -> Layout:
+    """The places of the tensors' bytes, each aligned."""
+    places, position = {}, len(header)
+    for name, size in sizes.items():
+        start = position + -position % alignment
+        places[name], position = TensorInfo((size,), "uint8", file, start), start + size
+    return Layout(header, places, position + -position % alignment)
 
 
 def require_gguf() -> Any:
@@ -221,9 +220,16 @@ class _Plan:
         for name, (_, kind, shape) in self.tensors.items():
             writer.add_tensor_info(name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kind)
 
-    def data(self, allow_nonfinite: bool) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
-        """Name -> generator of the tensor's bytes, in parts."""
-        return {name: functools.partial(self._bytes, name, allow_nonfinite) for name in self.tensors}
+    def job(self, name: str, size: int, allow_nonfinite: bool) -> Job:
+        """What makes the bytes of a tensor."""
+
+        def run() -> Iterator[Part]:
+            first = 0
+            for raw in self._bytes(name, allow_nonfinite):
+                yield Part(name, first, raw)
+                first += raw.size
+
+        return Job({name: (np.dtype(np.uint8), (size,))}, run, self.file.parent)
 
     def _bytes(self, name: str, allow_nonfinite: bool) -> Iterator[np.ndarray]:
         spec, kind, shape = self.tensors[name]
@@ -279,39 +285,3 @@ def _floats(raw: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
         return raw.view(_FLOATS[kind.name])
     scales = raw.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])[:, : 4 if kind.name.endswith("_1") else 2]
     return np.ascontiguousarray(scales).view(np.float16)
-
-
-def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-    if vocabulary.add_space_prefix is not None:
-        writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    if vocabulary.merges is not None:
-        writer.add_token_merges(vocabulary.merges)
-    for name, index in vocabulary.special.items():
-        getattr(writer, f"add_{name}_token_id")(index)
-    for name, added in vocabulary.add.items():
-        getattr(writer, f"add_add_{name}_token")(added)
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
-
-
-def _check(file: Path, checksums: Mapping[str, int], counter: Counter) -> None:
-    """Read the file back and compare checksums."""
-    header = read_gguf_header(file)
-    if list(header.tensors) != list(checksums):
-        raise ConvertError(f"{file}: the tensors read back are not those that were written")
-    with open(file, "rb") as stream:
-        for name, tensor in header.tensors.items():
-            stream.seek(tensor.start)
-            checksum, left = 0, tensor.nbytes
-            while left:
-                raw = stream.read(min(left, 2**23))
-                checksum, left = zlib.crc32(raw, checksum), left - len(raw)
-                counter.add(len(raw))
-            if checksum != checksums[name]:
-                raise ConvertError(f"{file}: {name} read back is not what was written")

@@ -7,7 +7,6 @@ guessed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,42 +38,17 @@ _SPLITS = {
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The vocabulary of a GGUF file.
-
-    Attributes:
-        model: "gpt2" or "llama".
-        pre: llama.cpp's name of the pre-tokenizer.
-        tokens: By id, one for each row of the embedding.
-        types: llama.cpp's types of the tokens.
-        scores: For "llama": lower for later merges; else None.
-        add_space_prefix: For "llama": whether a space precedes each text; else None.
-        merges: For "gpt2": "left right", in order; else None.
-        special: "bos", "eos", … -> id; "eot": another end of generation_config.json, the last one.
-        add: "bos", "eos" -> whether the tokenizer adds it to a text.
-        chat_template: Jinja, or None.
-    """
-
-    model: str
-    pre: str
-    tokens: tuple[str, ...]
-    types: tuple[int, ...]
-    scores: tuple[float, ...] | None
-    add_space_prefix: bool | None
-    merges: tuple[str, ...] | None
-    special: Mapping[str, int]
-    add: Mapping[str, bool]
-    chat_template: str | None
-
-
-def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabulary:
+def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> dict[str, Any]:
     """Read a folder's tokenizer.
 
     Args:
         folder: A folder with tokenizer.json.
         rows: Rows of the embedding; ids without a token get placeholder names.
         pre: llama.cpp's name of the pre-tokenizer; None to look it up.
+
+    Returns:
+        Name of `GGUFWriter.add_…` -> argument. Tokens are by id, one for each row of the embedding; scores fall from
+        merge to merge; "eot" is another end of generation_config.json, the last one.
 
     Raises:
         ConvertError: tokenizer.json is missing, is not BPE, has more tokens than rows, or has an unknown pre-tokenizer.
@@ -105,35 +79,36 @@ def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabula
     others = [end for end in end_tokens(folder) if end != special.get("eos") and end < rows]
     if others:
         special["eot"] = others[-1]  # llama.cpp takes one
-    scores = None
+    keys: dict[str, Any] = {
+        "tokenizer_model": "llama" if byte_fallback else "gpt2",
+        "tokenizer_pre": pre or ("default" if byte_fallback else _name_of_split(file, raw, model)),
+        "token_list": tokens,
+        "token_types": types,
+    }
     if byte_fallback:
         rank = {left + right: -float(index) for index, (left, right) in reversed(list(enumerate(pairs)))}
-        scores = tuple(rank.get(token, -float(len(pairs) + index)) for index, token in enumerate(tokens))
-    return Vocabulary(
-        "llama" if byte_fallback else "gpt2",
-        pre or ("default" if byte_fallback else _name_of_split(file, raw, model)),
-        tokens,
-        types,
-        scores,
-        _space_in_front(raw) if byte_fallback else None,
-        None if byte_fallback else tuple(f"{left} {right}" for left, right in pairs),
-        special,
-        _around(raw, settings, special, tokens),
-        _template(folder, settings),
-    )
+        keys["token_scores"] = [rank.get(token, -float(len(pairs) + index)) for index, token in enumerate(tokens)]
+        keys["add_space_prefix"] = _space_in_front(raw)
+    else:
+        keys["token_merges"] = [f"{left} {right}" for left, right in pairs]
+    keys |= {f"{name}_token_id": index for name, index in special.items()}
+    keys |= {f"add_{name}_token": added for name, added in _around(raw, settings, special, tokens).items()}
+    template = _template(folder, settings)
+    return keys if template is None else keys | {"chat_template": template}
 
 
 def _space_in_front(raw: dict[str, Any]) -> bool:
     """Whether the normaliser or the pre-tokenizer prepends a space."""
-
-    def parts(step: Any, within: str) -> list[dict[str, Any]]:
-        steps = step.get(within) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
-        return [one for one in steps if isinstance(one, dict)] if isinstance(steps, list) else []
-
-    if any(one.get("type") == "Prepend" for one in parts(raw.get("normalizer"), "normalizers")):
+    if any(step.get("type") == "Prepend" for step in _steps(raw.get("normalizer"), "normalizers")):
         return True
-    spaces = [one for one in parts(raw.get("pre_tokenizer"), "pretokenizers") if one.get("type") == "Metaspace"]
-    return any(one.get("prepend_scheme", "always") != "never" for one in spaces)
+    spaces = [step for step in _steps(raw.get("pre_tokenizer"), "pretokenizers") if step.get("type") == "Metaspace"]
+    return any(step.get("prepend_scheme", "always") != "never" for step in spaces)
+
+
+def _steps(step: Any, within: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer: of a sequence, or the one that it is."""
+    steps = step.get(within) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
+    return [each for each in steps if isinstance(each, dict)] if isinstance(steps, list) else []
 
 
 def _is_merge(merge: Any) -> bool:
@@ -144,7 +119,7 @@ def _is_merge(merge: Any) -> bool:
 
 def _tokens(
     file: Path, vocab: dict[str, int], added: list[dict[str, Any]], rows: int, byte_fallback: bool
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
+) -> tuple[list[str], list[int]]:
     """Tokens and types by id."""
     tokens = [f"[PAD{index}]" for index in range(rows)]
     types = [UNUSED] * rows
@@ -158,31 +133,29 @@ def _tokens(
         if byte_fallback and text == "<unk>":
             kind = UNKNOWN
         tokens[index], types[index] = text, kind
-    return tuple(tokens), tuple(types)
+    return tokens, types
 
 
 def _name_of_split(file: Path, raw: dict[str, Any], model: dict[str, Any]) -> str:
     splitter = raw.get("pre_tokenizer")
-    if isinstance(splitter, dict):
-        parts = splitter.get("pretokenizers") if splitter.get("type") == "Sequence" else [splitter]
-        parts = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-        kinds = [part.get("type") for part in parts]
-        if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
-            return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex", True):
-            return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
-            pattern = parts[0].get("pattern")
-            expression = pattern.get("Regex") if isinstance(pattern, dict) else None
-            name = _SPLITS.get((expression, bool(model.get("ignore_merges"))))  # type: ignore[arg-type]
-            if name is not None:
-                return name
+    steps = _steps(splitter, "pretokenizers")
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        pattern = steps[0].get("pattern")
+        expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+        name = _SPLITS.get((expression, bool(model.get("ignore_merges"))))  # type: ignore[arg-type]
+        if name is not None:
+            return name
     expected = "a way to cut text up that llama.cpp has a known name for; give the name (--pre_tokenizer) if it has one"
     raise unexpected(file, "pre_tokenizer", expected, splitter)
 
 
 def _around(
-    raw: dict[str, Any], settings: dict[str, Any], special: Mapping[str, int], tokens: tuple[str, ...]
+    raw: dict[str, Any], settings: dict[str, Any], special: Mapping[str, int], tokens: list[str]
 ) -> dict[str, bool]:
     """Whether "bos" and "eos" are added, from the settings or the post-processor's template."""
     found = {}

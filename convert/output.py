@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,32 +93,82 @@ def write_folder(
     }
     sizes = {name: sum(info.nbytes for info in layout.tensors.values()) for name, layout in layouts.items()}
     written = Written(folder, sum(len(layout.tensors) for layout in layouts.values()), sum(sizes.values()), len(shards))
-    state = Unfinished(place)
+    files = {name: (layout, shards[name]) for name, layout in layouts.items()}
+
+    def finish_folder(unfinished: Path) -> None:
+        if len(shards) > 1:
+            homes = {key: name for name, layout in layouts.items() for key in layout.tensors}
+            index = {"metadata": {"total_size": written.bytes}, "weight_map": dict(sorted(homes.items()))}
+            write_config(unfinished / INDEX, index)
+        finish(unfinished)
+
+    plan = {"format": FORMAT, "made_from": made_from, "shards": list(shards)}
+    made = write_files(
+        Unfinished(place), files, plan, finish=finish_folder, force=force, allow=allow_nonfinite, monitor=monitor
+    )
+    written.kept, written.nonfinite = made.files, made.nonfinite
+    return written
+
+
+class Made(NamedTuple):
+    """What a conversion found and made.
+
+    Attributes:
+        files: Number of files that an earlier, interrupted conversion had finished.
+        tensors: Number of tensors that it had made, in these and in an unfinished one.
+        nonfinite: Tensors with NaN or infinity.
+    """
+
+    files: int = 0
+    tensors: int = 0
+    nonfinite: list[str] = []
+
+
+def write_files(
+    state: Unfinished,
+    files: Mapping[str, tuple[Layout, Sequence[Job]]],
+    plan: Mapping[str, Any],
+    *,
+    finish: Callable[[Path], None],
+    force: bool,
+    allow: bool,
+    monitor: Monitor | None,
+) -> Made:
+    """Write a folder's files, or the one file, whole or not at all.
+
+    Args:
+        state: The target.
+        files: Name -> layout, and what makes its tensors.
+        plan: Fingerprints of the inputs, as JSON.
+        finish: Called with the unfinished folder, before it gets its name.
+        force: Replace what is there.
+        allow: Write NaN and infinity.
+        monitor: Called with the bytes done and the bytes to do.
+
+    Raises:
+        ConvertError: As `write_folder`.
+        OSError: Likewise.
+    """
     with state.claimed():
-        if not state.begin({"format": FORMAT, "made_from": made_from, "shards": list(shards)}, force):
-            return written
+        if not state.begin(plan, force):
+            return Made()
         try:
-            kept = {name for name, layout in layouts.items() if state.has(name, layout)}
-            written.kept = len(kept)
-            check_room(place, sum(layout.size for name, layout in layouts.items() if name not in kept))
-            with full_disk_names(folder):
-                counter = Counter(monitor, 2 * sum(layout.size for layout in layouts.values()))
-                counter.add(2 * sum(layouts[name].size for name in kept))
-                wanted = {name: group for name, group in shards.items() if name not in kept}
-                written.nonfinite = sorted(
-                    {*state.nonfinite(kept), *_write_shards(state, wanted, layouts, allow_nonfinite, counter)}
-                )
-                if len(shards) > 1:
-                    files = {key: name for name, layout in layouts.items() for key in layout.tensors}
-                    index = {"metadata": {"total_size": written.bytes}, "weight_map": dict(sorted(files.items()))}
-                    write_config(state.folder / INDEX, index)
+            kept = {name for name, (layout, _) in files.items() if state.has(name, layout)}
+            check_room(state.target, sum(layout.size for name, (layout, _) in files.items() if name not in kept))
+            with full_disk_names(state.target):
+                counter = Counter(monitor, 2 * sum(layout.size for layout, _ in files.values()))
+                counter.add(2 * sum(files[name][0].size for name in kept))
+                wanted = {name: file for name, file in files.items() if name not in kept}
+                shards = _write_shards(state, wanted, allow, counter)
                 finish(state.folder)
+                nonfinite = sorted({*state.nonfinite(kept), *(name for shard in shards for name in shard.nonfinite)})
                 state.publish()
         except (ConvertError, OSError):
             state.remove()
             raise
     state.remove()
-    return written
+    tensors = sum(len(files[name][0].tensors) for name in kept) + sum(shard.kept for shard in shards)
+    return Made(len(kept), tensors, nonfinite)
 
 
 def _shards(folder: Path, jobs: Iterable[Job], limit: int) -> dict[str, list[Job]]:
@@ -160,10 +210,10 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def _write_shards(
-    state: Unfinished, shards: Mapping[str, Sequence[Job]], layouts: Mapping[str, Layout], allow: bool, counter: Counter
-) -> list[str]:
-    """Write the shards, checking one while writing the next; return the tensors that are not finite."""
-    found: list[str] = []
+    state: Unfinished, files: Mapping[str, tuple[Layout, Sequence[Job]]], allow: bool, counter: Counter
+) -> list[Shard]:
+    """Write the files, checking one while writing the next."""
+    shards: list[Shard] = []
     stop = threading.Event()
     checking: concurrent.futures.Future[None] | None = None
     with (
@@ -171,23 +221,23 @@ def _write_shards(
         concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as checker,
     ):
         try:
-            for name, jobs in shards.items():
-                shard = Shard(state.folder / f"{name}.part", layouts[name], allow, stop, counter, checker)
+            for name, (layout, jobs) in files.items():
+                shard = Shard(state, name, layout, jobs, allow=allow, stop=stop, counter=counter, checker=checker)
                 try:
-                    for future in [workers.submit(shard.fill, job) for job in jobs]:
+                    for future in [workers.submit(shard.fill, job) for job in shard.jobs]:
                         future.result()
                 except BaseException:
                     stop.set()
                     workers.shutdown(cancel_futures=True)
-                    checker.shutdown(cancel_futures=True)
+                    concurrent.futures.wait(shard.checks)  # what is noted then is kept
                     os.close(shard.descriptor)
                     raise
                 if checking is not None:
                     checking.result()
-                found += shard.nonfinite
-                checking = checker.submit(shard.close, state, name)
+                shards.append(shard)
+                checking = checker.submit(shard.close)
             if checking is not None:
                 checking.result()
         finally:
             stop.set()
-    return found
+    return shards

@@ -1,11 +1,17 @@
-"""One file of weights in the making: parts of tensors in their places, with checksums for reading back."""
+"""One file of weights in the making: parts of tensors in their places, with checksums for reading back.
 
+Parts that have been read back are noted beside the file, so that an interrupted conversion keeps the tensors that were
+whole.
+"""
+
+import bisect
+import itertools
+import json
 import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +23,7 @@ from convert.unfinished import Unfinished, gap, misread
 
 Monitor = Callable[[int, int], None]
 _CHECK = 2**27  # bytes flushed and read back together
+_Range = tuple[int, int, int]  # offset, bytes, checksum
 
 
 class Part(NamedTuple):
@@ -62,20 +69,45 @@ class Counter:
 
 
 class Shard:
-    """One unfinished file under a temporary name; written parts are read back while others are computed."""
+    """One unfinished file under a temporary name; written parts are read back while others are computed.
+
+    Attributes:
+        jobs: Those whose tensors are not there yet.
+        kept: Number of tensors that an interrupted conversion had made.
+        nonfinite: Tensors with NaN or infinity.
+    """
 
     def __init__(
-        self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter, checker: Executor
+        self,
+        state: Unfinished,
+        name: str,
+        layout: Layout,
+        jobs: Sequence[Job],
+        *,
+        allow: bool,
+        stop: threading.Event,
+        counter: Counter,
+        checker: Executor,
     ):
-        self.file, self.layout, self.allow, self.stop, self.counter = file, layout, allow, stop, counter
-        self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum), checked
-        self.written: list[tuple[int, int, int]] = []  # not yet
-        self.begins, self.ends = {layout.size}, {0}  # of the written parts
+        self.state, self.name, self.layout = state, name, layout
+        self.allow, self.stop, self.counter = allow, stop, counter
+        self.file, self.journal = state.folder / f"{name}.part", state.home / f"{name}.parts"
+        self.parts: list[_Range] = []  # read back
+        self.written: list[_Range] = []  # not yet
         self.nonfinite: list[str] = []
         self.checker, self.checks, self.unchecked, self.lock = checker, [], 0, threading.Lock()
-        self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+        self.jobs = self._resume(jobs)
+        self.kept = len(layout.tensors) - sum(len(job.outputs) for job in self.jobs)
+        self.begins = {layout.size, *(offset for offset, _, _ in self.parts)}  # of the parts in the file
+        self.ends = {0, *(offset + size for offset, size, _ in self.parts)}
         os.ftruncate(self.descriptor, layout.size)
         self._write(0, np.frombuffer(layout.header, np.uint8))
+        position = len(layout.header)
+        for start, end in [(info.start, info.start + info.nbytes) for info in layout.tensors.values()]:
+            self._pad(position, start)
+            position = end
+        self._pad(position, layout.size)
 
     def fill(self, job: Job) -> None:
         """Write a job's parts."""
@@ -92,7 +124,7 @@ class Shard:
             values = np.ascontiguousarray(part.values).view(np.uint8)
             self._write(info.start + part.first * np.dtype(info.dtype).itemsize, values)
 
-    def close(self, state: Unfinished, name: str) -> None:
+    def close(self) -> None:
         """Flush the file, check the remaining parts, and give it its name."""
         try:
             for check in self.checks:  # an error is told once, to the first who asks
@@ -105,7 +137,42 @@ class Shard:
             os.close(self.descriptor)
         if missing:
             raise ConvertError(f"{self.file}: {missing}: not every tensor was made whole")
-        state.done(name, {"size": self.layout.size, "parts": parts, "nonfinite": self.nonfinite})
+        self.state.done(self.name, {"size": self.layout.size, "parts": parts, "nonfinite": self.nonfinite})
+
+    def _resume(self, jobs: Sequence[Job]) -> list[Job]:
+        """Take over what an interrupted conversion made whole, if the file still has it; return the other jobs."""
+        tensors = {name: info for name, info in self.layout.tensors.items() if info.nbytes}
+        starts = {info.start: name for name, info in tensors.items()}
+        offsets, found = sorted(starts), dict.fromkeys(self.layout.tensors, 0)
+        parts: dict[_Range, str] = {}
+        try:
+            notes = [json.loads(line) for line in self.journal.read_text(encoding="utf-8").splitlines()]
+            for offset, size, checksum in itertools.chain.from_iterable(note["parts"] for note in notes):
+                name = starts.get(offsets[bisect.bisect(offsets, offset) - 1], "")
+                if tensors[name].start <= offset < tensors[name].start + tensors[name].nbytes:
+                    parts[offset, size, checksum] = name
+                    found[name] += size
+            whole = {name for name, info in self.layout.tensors.items() if found[name] == info.nbytes}
+            kept = {name for job in jobs if whole.issuperset(job.outputs) for name in job.outputs}
+            self.parts = [part for part, name in parts.items() if name in kept]
+            if misread(self.descriptor, self.parts):
+                raise ValueError
+            self.nonfinite = sorted(kept.intersection(name for note in notes for name in note["nonfinite"]))
+        except (OSError, ValueError, TypeError, LookupError):
+            self.parts, kept = [], set()
+        self.journal.unlink(missing_ok=True)
+        self._note(self.parts)
+        self.counter.add(2 * sum(size for _, size, _ in self.parts))
+        return [job for job in jobs if not kept.issuperset(job.outputs)]
+
+    def _note(self, parts: Sequence[_Range]) -> None:
+        with open(self.journal, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"parts": parts, "nonfinite": self.nonfinite}) + "\n")
+
+    def _pad(self, start: int, end: int) -> None:
+        """Write the zeros between two tensors, where a format aligns them."""
+        if end > start:
+            self._write(start, np.zeros(end - start, np.uint8))
 
     def _write(self, offset: int, values: np.ndarray) -> None:
         part = offset, values.nbytes, zlib.crc32(values.data)
@@ -126,10 +193,11 @@ class Shard:
             self.written, self.unchecked = sorted({*self.written}.difference(ready)), 0
         self.checks.append(self.checker.submit(self._check, ready))
 
-    def _check(self, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Flush parts, read them back and compare."""
+    def _check(self, parts: Sequence[_Range]) -> None:
+        """Flush parts, read them back, compare and note them."""
         os.fdatasync(self.descriptor)
         wrong = misread(self.descriptor, parts, self.counter.add)
         if wrong:
             raise ConvertError(f"{self.file}: {wrong}; the disk or the memory is faulty")
         self.parts += parts
+        self._note(parts)

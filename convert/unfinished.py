@@ -26,10 +26,15 @@ _PART = 2**23  # bytes per read of a check
 
 
 class Unfinished:
-    """An unfinished folder and its records: ``made_from.json``, and one JSON file per shard."""
+    """An unfinished folder, or file, and its records: ``made_from.json``, and one JSON file per shard.
 
-    def __init__(self, target: Path):
-        self.target = target
+    Args:
+        target: The final path.
+        file: Whether it is one file, not a folder.
+    """
+
+    def __init__(self, target: Path, *, file: bool = False):
+        self.target, self.file = target, file
         self.home = target.absolute().parent / f".{target.name}.converting"
         self.folder = self.home / "folder"
         self.replaced = self.home / "replaced"
@@ -48,13 +53,18 @@ class Unfinished:
 
     def begin(self, plan: Mapping[str, Any], force: bool) -> bool:
         """Resume, or clear the way for a start; returns whether anything is left to do."""
-        same = self.same(plan)
-        if same and not self.folder.exists() and (self.target / CONFIG).exists():
+        same = False
+        with contextlib.suppress(ConvertError):
+            same = read_json(self.plan) == json.loads(json.dumps(plan))
+        if same and not self.folder.exists() and (self.target if self.file else self.target / CONFIG).exists():
             self.remove()  # killed after its last step
             return False
+        if self.file and self.target.exists() and not force:
+            self.remove_if(not same)
+            raise unexpected(self.target, "file", "a new one (--force replaces a file)", "one")
         if self.replaced.exists() and not self.target.exists():
             os.rename(self.replaced, self.target)
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+        if not self.file and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
             if not force:
                 self.remove_if(not same)
                 raise unexpected(self.target, "folder", "a new one (--force replaces a model folder)", "one with files")
@@ -62,21 +72,11 @@ class Unfinished:
                 self.remove_if(not same)
                 raise unexpected(self.target, "folder", f"a model folder with {CONFIG} to replace", "another")
         if not same:
-            self.start(plan)
+            self.clear()
+            with atomic_file(self.plan) as stream:
+                stream.write(json.dumps(plan).encode())
         self.folder.mkdir(exist_ok=True)
         return True
-
-    def same(self, plan: Mapping[str, Any]) -> bool:
-        """Whether an earlier conversion had the same inputs."""
-        with contextlib.suppress(ConvertError):
-            return read_json(self.plan) == json.loads(json.dumps(plan))
-        return False
-
-    def start(self, plan: Mapping[str, Any]) -> None:
-        """Discard earlier work, and record the inputs."""
-        self.clear()
-        with atomic_file(self.plan) as stream:
-            stream.write(json.dumps(plan).encode())
 
     def has(self, name: str, layout: Layout) -> bool:
         """Whether a shard exists and matches its checksums."""
@@ -103,14 +103,18 @@ class Unfinished:
         flush(self.folder)
 
     def publish(self) -> None:
-        """Give the folder its final name."""
+        """Give the folder, or the file, its final name."""
         for file in self.folder.iterdir():
             flush(file)
         flush(self.folder)
-        if self.target.exists():
-            shutil.rmtree(self.replaced, ignore_errors=True)
-            os.rename(self.target, self.replaced)
-        os.rename(self.folder, self.target)
+        if self.file:
+            os.replace(self.folder / self.target.name, self.target)
+            self.folder.rmdir()
+        else:
+            if self.target.exists():
+                shutil.rmtree(self.replaced, ignore_errors=True)
+                os.rename(self.target, self.replaced)
+            os.rename(self.folder, self.target)
         flush(self.target.absolute().parent)
 
     def clear(self) -> None:

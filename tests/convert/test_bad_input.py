@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import INDEX
 from convert.errors import ConvertError
-from convert.gguf_header import read_gguf_header
 from convert.inspect import inspect
 from convert.merge import merge
 from convert.quantize import quantize
@@ -112,16 +111,11 @@ def test_an_adapter_that_is_a_pickle(folders, tmp_path):
 
 
 def test_a_header_that_promises_much_takes_no_memory(tmp_path):
-    """Lengths and counts of 2⁶⁰ in files of a few bytes."""
+    """A length of 2⁶⁰ in a file of a few bytes."""
     huge = (2**60).to_bytes(8, "little")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(huge + b"{}")
-    gguf = b"GGUF" + (3).to_bytes(4, "little")
     tracemalloc.start()
-    for raw in (gguf + huge + bytes(8), gguf + bytes(8) + huge, gguf + bytes(8) + (1).to_bytes(8, "little") + huge):
-        (tmp_path / "m.gguf").write_bytes(raw + bytes(40))
-        with pytest.raises(ConvertError, match=r"m\.gguf"):
-            read_gguf_header(tmp_path / "m.gguf")
     with pytest.raises(ConvertError, match=r"model\.safetensors"):
         inspect(tmp_path)
     _, peak = tracemalloc.get_traced_memory()

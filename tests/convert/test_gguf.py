@@ -1,15 +1,12 @@
-"""GGUF files: read back by the gguf library and by the header reader; values, metadata, tokenizer; damage refused."""
+"""GGUF files, read back by the gguf library: values, metadata, tokenizer; what has no counterpart is refused."""
 
 import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from convert.errors import ConvertError
 from convert.gguf import _Plan, export_gguf
-from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import read_vocabulary
 from convert.unfinished import Unfinished
 from convert.weights import open_weights
@@ -157,11 +154,6 @@ def test_metadata_and_tokenizer(model, tmp_path):
     export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    ours = read_gguf_header(tmp_path / "m.gguf")
-    assert ours.metadata == theirs
-    assert {name: (t.type, list(t.shape)) for name, t in ours.tensors.items()} == {
-        t.name: (t.tensor_type.name, list(t.shape)[::-1]) for t in reader.tensors
-    }
     wanted = {
         "general.architecture": "llama",
         "general.name": "model",
@@ -197,10 +189,11 @@ def test_text_bpe_has_scores(tmp_path):
     raw = {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": ["a b", "b c"]}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": raw}))
     found = read_vocabulary(tmp_path, 7)
-    assert (found.model, found.pre, found.merges) == ("llama", "default", None)
-    assert found.types == (2, 6, 1, 1, 1, 1, 1)
-    assert found.scores is not None and found.scores[6] > found.scores[5] > max(found.scores[:5])
-    assert found.add_space_prefix is False
+    assert (found["tokenizer_model"], found["tokenizer_pre"], "token_merges" in found) == ("llama", "default", False)
+    assert found["token_types"] == [2, 6, 1, 1, 1, 1, 1]
+    scores = found["token_scores"]
+    assert scores[6] > scores[5] > max(scores[:5])
+    assert found["add_space_prefix"] is False
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_text_bpe_has_scores(tmp_path):
 def test_the_space_in_front(tmp_path, step, added):
     raw = {"type": "BPE", "byte_fallback": True, "vocab": {"<unk>": 0, "a": 1}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": raw, **step}))
-    assert read_vocabulary(tmp_path, 2).add_space_prefix is added
+    assert read_vocabulary(tmp_path, 2)["add_space_prefix"] is added
 
 
 #: As they stand in the tokenizer.json of Llama 3, Qwen 2, Mistral Nemo and Phi-4-mini.
@@ -255,7 +248,7 @@ def test_ways_to_cut_text_up(tmp_path, name):
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": [], "ignore_merges": ignore_merges}
     raw = {"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    assert read_vocabulary(tmp_path, 1).pre == name
+    assert read_vocabulary(tmp_path, 1)["tokenizer_pre"] == name
 
 
 @pytest.mark.parametrize(
@@ -283,7 +276,8 @@ def test_tokenizers_that_are_not_known(model, tmp_path):
     with pytest.raises(ConvertError, match="pre_tokenizer: expected a way to cut text up that llama.cpp has a known"):
         export_gguf(folder, tmp_path / "m.gguf")
     export_gguf(folder, tmp_path / "m.gguf", pre_tokenizer="llama-bpe")
-    assert read_gguf_header(tmp_path / "m.gguf").metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "llama-bpe"
     with pytest.raises(ConvertError, match="expected a new one"):
         export_gguf(folder, tmp_path / "m.gguf", pre_tokenizer="llama-bpe")
     raw["model"]["type"] = "Unigram"
@@ -300,35 +294,6 @@ def test_rows_that_are_no_whole_blocks_stay_in_16_bits(model, tmp_path):
     result = export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
     assert len(result.notes) == 2 and "down_proj.weight is kept in F16" in result.notes[0]
     assert result.types["F16"] == 2
-
-
-def small_file(folder):
-    writer = gguf.GGUFWriter(folder / "small.gguf", "llama")
-    writer.add_name("x")
-    writer.add_token_list(["a", "bc"])
-    writer.add_token_scores([0.5, 1.0])
-    writer.add_tensor("t", np.arange(64, dtype=np.float32).reshape(2, 32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return (folder / "small.gguf").read_bytes()
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_no_bytes_crash_the_reader(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("fuzz")
-    raw = bytearray(small_file(folder))
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(raw) - 257))
-        raw[place] = data.draw(st.sampled_from([0, 1, 8, 9, 0x7F, 0x80, 0xFF]))
-    file = folder / "broken.gguf"
-    file.write_bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
-    try:
-        read_gguf_header(file)
-    except ConvertError as error:
-        assert str(file) in str(error)
 
 
 @pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_0", "q5_1"])
@@ -353,7 +318,8 @@ def test_values_that_are_not_finite_or_that_the_type_cannot_hold(model, tmp_path
 @pytest.fixture
 def interrupted(model, tmp_path, monkeypatch):
     """A function that exports, and stops as a kill would when a tensor is reached; the names of what was computed."""
-    monkeypatch.setattr("convert.gguf_file._FLUSH", 1)
+    monkeypatch.setattr("convert.shard._CHECK", 1)
+    monkeypatch.setattr("convert.output.THREADS", 1)
     folder, _ = model()
     made, values = [], _Plan._values
 
@@ -381,7 +347,8 @@ def test_an_interrupted_export_goes_on_where_it_was(interrupted, tmp_path):
     assert len(first) > 5 and "token_embd.weight" in first
     made.clear()
     result = stop_at(None)
-    assert result.kept == len(first) and not set(first) & set(made)
+    again = set(first) & set(made)  # read back when the kill came, or not yet
+    assert result.kept == len(first) - len(again) > 5
     assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model", "whole.gguf"]
 
@@ -391,17 +358,18 @@ def test_what_is_not_as_it_was_is_written_anew(interrupted, tmp_path, change):
     stop_at, made = interrupted
     stop_at("blk.1.attn_norm.weight")
     home = tmp_path / ".m.gguf.converting"
-    part = home / "file.part"
+    part = home / "folder" / "m.gguf.part"
     raw = bytearray(part.read_bytes())
+    place = raw.index(gguf.GGUFReader(tmp_path / "whole.gguf").tensors[2].data.tobytes()[:100])
     if change == "a byte":
-        raw[len(raw) // 2] ^= 1
+        raw[place] ^= 1
         part.write_bytes(raw)
     elif change == "cut short":
-        part.write_bytes(raw[: len(raw) // 2])
+        part.write_bytes(raw[:place])
     elif change == "gone":
         part.unlink()
     elif change == "journal":
-        (home / "tensors.json").write_text('{"records": [3]}')
+        (home / "m.gguf.parts").write_text('{"parts": [3]}')
     elif change == "settings":
         (home / "made_from.json").write_text('{"settings": ["f16"]}')
     else:
@@ -424,9 +392,9 @@ def test_a_link_to_a_file_stays_a_link(model, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "real.gguf").write_bytes(b"old")
     (tmp_path / "m.gguf").symlink_to(tmp_path / "there" / "real.gguf")
-    with pytest.raises(ConvertError, match="m.gguf: file: expected a new one"):
+    with pytest.raises(ConvertError, match="real.gguf: file: expected a new one"):
         export_gguf(folder, tmp_path / "m.gguf")
     export_gguf(folder, tmp_path / "m.gguf", force=True)
     assert (tmp_path / "m.gguf").is_symlink()
-    assert read_gguf_header(tmp_path / "there" / "real.gguf").tensors
+    assert gguf.GGUFReader(tmp_path / "there" / "real.gguf").tensors
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["real.gguf"]

@@ -7,7 +7,6 @@ from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.gguf import export_gguf
 from convert.gguf_architecture import ARCHITECTURES
-from convert.gguf_header import read_gguf_header
 from tests.support.gguf_models import (
     FAMILY_CASES,
     FULL,
@@ -113,7 +112,8 @@ def test_names_values_and_keys(kind, type, tmp_path):
     _, name, keys = FAMILY_CASES[kind]
     text = config.get("text_config", config)
     layers = text["num_hidden_layers"]
-    metadata = read_gguf_header(tmp_path / "m.gguf").metadata
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    metadata = {key: field.contents() for key, field in fields.items()}
     wanted = {
         "context_length": 192,
         "embedding_length": 64,
