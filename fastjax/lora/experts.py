@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.lora.rank_products import Matrices, Part, into_dtypes, scaled_B
+from fastjax.lora.units import unit
 from fastjax.parallel import BATCH, local
 from fastjax.parallel.expert_dispatch import (
     Dispatch,
@@ -121,12 +122,7 @@ def routed_experts(
     Returns:
         The sums. Differentiable in x, the weights, adapters, biases and plain weights.
     """
-    return _unit(block, x, weights, experts, arrays)  # pyright: ignore[reportReturnType]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(block: Block, x, weights, experts, arrays: Arrays):
-    return _forward(block, x, weights, experts, arrays)[0]
+    return _unit(block, x, weights, experts, arrays)
 
 
 def _forward(block: Block, x, weights, experts, arrays: Arrays):
@@ -151,7 +147,7 @@ def _backward(block: Block, residuals, dout):
     return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares)
 
 
-_unit.defvjp(_forward, _backward)
+_unit = unit(_forward, _backward)
 
 
 def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:

@@ -7,12 +7,9 @@ B is applied, and queries and keys are turned by their positions, where x·Wᵀ 
 the turned heads, which attention's own backward pass needs, and not what they were before.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.norm import Made
@@ -23,14 +20,12 @@ from fastjax.lora.rank_products import (
     into_dtypes,
     rank_product_gradients,
     rank_products,
-    slot,
     stacked_B,
 )
-from fastjax.parallel import ROWS, SHARES, local
-from fastjax.quantization.float8 import places
+from fastjax.lora.units import on_rows, unit
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
-from pallas_kernels.float8 import flat_rows, scaled_values
+from pallas_kernels.float8 import scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
@@ -66,53 +61,41 @@ def project_heads(
         arrays: weight, angles, adapters, key.
     """
     size = 2 * arrays.cos.shape[-1]
-    found: Any = _unit(parts, heads, x, arrays)
-    q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in found)
+    q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in _unit(parts, heads, x, arrays))
     return q, k, v
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _unit(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
-    return _forward(parts, heads, x, arrays)[0]
-
-
 def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
-    rank = slot(parts)
     products, rows = (None, None) if arrays.made is None else arrays.made
     if products is None:
-        products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key, rank), "lora")
-    lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
+        products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key), "lora")
+    lora_B = stacked_B(parts, arrays.matrices, x.dtype)
 
-    def turn(base, products, lora_B, cos, sin):
-        found = split_rope_lora_forward(flat_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
-        return tuple(part.reshape(*cos.shape[:2], -1) for part in found)
+    def turn(base, products, cos, sin, lora_B):
+        return split_rope_lora_forward(base, products, lora_B, cos, sin, heads=heads)
 
     base = as_weight(arrays.weight).matmul_scaled(x if rows is None else rows)  # pyright: ignore[reportArgumentType]
-    island = local(turn, in_specs=(places(base), ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, ROWS))
-    found = island(base, products, lora_B, arrays.cos, arrays.sin)
+    found = on_rows(turn, (base, products, arrays.cos, arrays.sin), (lora_B,))
     return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
 
 
 def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradients):
     x, products, arrays = residuals
-    lora_B = stacked_B(parts, arrays.matrices, x.dtype, slot(parts))
+    lora_B = stacked_B(parts, arrays.matrices, x.dtype)
     weight: Any = as_weight(arrays.weight)
     rounded = x.dtype == jnp.bfloat16 and weight.reads_rounded(True)
 
-    def turn_back(gradients, products, lora_B, cos, sin):
-        dq, dk, dv = map(_rows, gradients)
+    def turn_back(dq, dk, dv, products, cos, sin, lora_B):
         dbase, dproducts, dB, rows = split_rope_lora_backward(
-            (dq, dk, dv), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads, rounded=rounded
+            (dq, dk, dv), products, lora_B, cos, sin, heads=heads, rounded=rounded
         )
-        lead = cos.shape[:2]
-        rows = None if rows is None else rows.over(*lead)
-        return dbase.reshape(*lead, -1), dproducts.reshape(products.shape), dB[None], rows
+        return dbase, dproducts, rows, dB
 
-    island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES, ROWS))
-    dbase, dproducts, shares, rows = island(gradients, products, lora_B, arrays.cos, arrays.sin)
+    operands = (*gradients, products, arrays.cos, arrays.sin)
+    dbase, dproducts, rows, whole = on_rows(turn_back, operands, (lora_B,), sums=1)
     dx: Any = as_weight(arrays.weight).transposed(dbase) if rows is None else weight.transposed_scaled(rows)
     dx = scaled_values(dx).astype(x.dtype)
-    dB, given = gradients_of_B(parts, shares), arrays.made is not None
+    dB, given = gradients_of_B(parts, whole), arrays.made is not None
     if given:
         dA = {name: jnp.zeros_like(arrays.matrices[name][0]) for name in dB}
     else:
@@ -122,8 +105,4 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
     return dx, Arrays(dweight, None, None, trained, None, Made(dproducts, None) if given else None)  # pyright: ignore
 
 
-_unit.defvjp(_forward, _backward)
-
-
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1])
+_unit = unit(_forward, _backward, statics=2)

@@ -11,7 +11,6 @@ is formed.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,9 @@ from fastjax.lora.rank_products import (
     product_gradients,
     rank_product_gradients,
     rank_products,
-    slot,
     stacked_B,
 )
+from fastjax.lora.units import row_slices, unit
 from fastjax.quantization.weights import WeightLike, as_weight, matmul, rows_of
 from fastjax.residuals import name_residual
 
@@ -58,11 +57,9 @@ def project(
     if not own:
         y = matmul(x, weight)
         return name_residual(y if residual is None else residual + y, "projection")
-    scales, start = {}, 0
-    for name, rows in sizes:
-        if name in own:
-            scales[name] = own[name].column_scale(weight, slice(start, start + rows))
-        start += rows
+    slices = row_slices(rows for _, rows in sizes)
+    pairs = zip(sizes, slices, strict=True)
+    scales = {name: own[name].column_scale(weight, here) for (name, _), here in pairs if name in own}
     random = dropped is not None or (key is not None and any(adapter.dropout for adapter in own.values()))
     if random and any(scale is not None for scale in scales.values()):
         y = _dropped_dora(sizes, weight, own, scales, x, key, dropped)
@@ -70,22 +67,21 @@ def project(
     parts = describe(sizes, own)
     present = {name: scale for name, scale in scales.items() if scale is not None}
     drawn = None if dropped is not None else key
-    return _run(parts, x, residual, dropped, weight, matrices_of(own), present, drawn)
+    return _unit(parts, x, residual, dropped, weight, matrices_of(own), present, drawn)
 
 
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
     """DoRA scales W and adapter on the dropped input d; W alone sees the rest: W(x - d) is added."""
-    outputs, start = [], 0
-    for name, rows in sizes:
-        mine = rows_of(weight, slice(start, start + rows)) if len(sizes) > 1 else weight
-        start += rows
+    outputs = []
+    for (name, rows), here in zip(sizes, row_slices(rows for _, rows in sizes), strict=True):
+        mine = rows_of(weight, here) if len(sizes) > 1 else weight
         if name not in adapters:
             outputs.append(matmul(x, mine))
             continue
         adapter = adapters[name]
         d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
         own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
-        scaled = _run(own, d, None, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
+        scaled = _unit(own, d, None, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
         outputs.append(scaled + matmul(x - d, mine))
     return jnp.concatenate(outputs, axis=-1)
 
@@ -98,11 +94,7 @@ def parted(y: Float[Array, "B S out"], sizes: Sequence[tuple[str, int]]) -> tupl
         y: the parts' outputs side by side.
         sizes: as in `project`; hashable.
     """
-    outputs, start = [], 0
-    for _, rows in sizes:
-        outputs.append(y if len(sizes) == 1 else y[..., start : start + rows])
-        start += rows
-    return tuple(outputs)
+    return tuple(y if len(sizes) == 1 else y[..., here] for here in row_slices(rows for _, rows in sizes))
 
 
 parted.defvjp(
@@ -123,30 +115,19 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
         sizes: (name, output rows) of each.
         adapters: by the part's name.
     """
-    found = []
-    for name, rows in sizes:
-        part, adapter = Part(name, rows), adapters.get(name)
-        if adapter is not None:
-            rank = adapter.lora_A[...].shape[0]
-            part = Part(name, rows, rank, adapter.scaling, adapter.dropout)
-        found.append(part)
-    return tuple(found)
 
+    def part(name: str, rows: int) -> Part:
+        if (adapter := adapters.get(name)) is None:
+            return Part(name, rows)
+        return Part(name, rows, adapter.lora_A[...].shape[-2], adapter.scaling, adapter.dropout)
 
-def _run(parts, *arguments: Any) -> Array:
-    return _unit(parts, *arguments)  # pyright: ignore[reportReturnType]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(parts, x, residual, dropped, weight, matrices, scales, key):
-    return _forward(parts, x, residual, dropped, weight, matrices, scales, key)[0]
+    return tuple(part(name, rows) for name, rows in sizes)
 
 
 def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    rank = slot(parts)
-    inner = name_residual(rank_products(parts, matrices, read, key, rank), "lora")
-    lora_B = stacked_B(parts, matrices, x.dtype, rank)
+    inner = name_residual(rank_products(parts, matrices, read, key), "lora")
+    lora_B = stacked_B(parts, matrices, x.dtype)
     y = add_products(parts, as_weight(weight).matmul_scaled(x), inner, lora_B, None if scales else residual)
     before = y = name_residual(y, "projection")
     if scales:
@@ -162,10 +143,11 @@ def _backward(parts, residuals, dy):
     if scales:
         wide = dy.astype(jnp.float32)
         products = jnp.sum(wide * before.astype(jnp.float32), axis=(0, 1))
-        dscales = {part.name: products[here] for part, here in zip(parts, _rows(parts), strict=True)}
+        pairs = zip(parts, row_slices(part.rows for part in parts), strict=True)
+        dscales = {part.name: products[here] for part, here in pairs}
         dscales = {name: dscales[name] for name in scales}
         dy = (wide * _columns(parts, scales)).astype(dy.dtype)
-    dproducts, dB = product_gradients(parts, dy, inner, stacked_B(parts, matrices, dy.dtype, slot(parts)))
+    dproducts, dB = product_gradients(parts, dy, inner, stacked_B(parts, matrices, dy.dtype))
     dx, dread = as_weight(weight).transposed(dy), None
     if dropped is None:
         dx, dA = rank_product_gradients(parts, matrices, dx, x, dproducts, key)
@@ -175,15 +157,10 @@ def _backward(parts, residuals, dy):
     return dx, dresidual, dread, as_weight(weight).gradient(dy, x), gradients, dscales, None
 
 
-_unit.defvjp(_forward, _backward)
+_unit = unit(_forward, _backward)
 
 
 def _columns(parts: Sequence[Part], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:
     """DoRA's factor of every output; 1 without one."""
     ones = [scales.get(part.name, jnp.ones((part.rows,), jnp.float32)) for part in parts]
     return jnp.concatenate(ones)[None, None, :]
-
-
-def _rows(parts: Sequence[Part]) -> list[slice]:
-    ends = [sum(part.rows for part in parts[: number + 1]) for number in range(len(parts))]
-    return [slice(end - part.rows, end) for end, part in zip(ends, parts, strict=True)]

@@ -10,12 +10,10 @@ passes dh and [dgate | dup] on to the large products as they are. Without any ad
 the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.norm import Made
@@ -29,18 +27,16 @@ from fastjax.lora.rank_products import (
     rank_product_gradients,
     rank_products,
     rounded_with_products,
-    slot,
     stacked_A,
     stacked_B,
     with_adapter,
 )
-from fastjax.parallel import ROWS, SHARES, local
+from fastjax.lora.units import on_rows, unit
 from fastjax.quantization.dense import linear
-from fastjax.quantization.float8 import places
 from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
-from pallas_kernels.float8 import Rounded, flat_rows, product_of, scaled_values
+from pallas_kernels.float8 import scaled_values
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
 from pallas_kernels.tiles import padded_rank
@@ -110,12 +106,7 @@ def gated_block(
         arrays: weights, adapters, key.
         residual: added to the output.
     """
-    return _unit(block, x, residual, arrays)  # pyright: ignore[reportReturnType]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(block: Block, x, residual, arrays: Arrays):
-    return _forward(block, x, residual, arrays)[0]
+    return _unit(block, x, residual, arrays)
 
 
 def _forward(block: Block, x, residual, arrays: Arrays):
@@ -124,16 +115,17 @@ def _forward(block: Block, x, residual, arrays: Arrays):
     gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
-    down_A = _down_A(block, arrays, x.dtype) if inside else None
+    down_A = stacked_A((block.down,), arrays.matrices, x.dtype) if inside else None
     below: Any = as_weight(arrays.down)
     # An adapter whose input is dropped reads h itself.
     rounded = bool(inside or not block.down.rank) and x.dtype == jnp.bfloat16 and below.reads_rounded(False)
     h, product_down = _gate(block, gate_up, inner, down_A, rounded=rounded)
     if block.down.rank:
         if product_down is None:
-            product_down = rank_products((block.down,), arrays.matrices, h, arrays.key, slot((block.down,)))
+            product_down = rank_products((block.down,), arrays.matrices, h, arrays.key)
         product_down = name_residual(product_down, "lora")
-        y = add_products((block.down,), below.matmul_scaled(h), product_down, _down_B(block, arrays, x.dtype), residual)
+        lora_B = stacked_B((block.down,), arrays.matrices, x.dtype)
+        y = add_products((block.down,), below.matmul_scaled(h), product_down, lora_B, residual)
     else:
         y = scaled_values(below.matmul_scaled(h)).astype(x.dtype)
         y = y if residual is None else residual + y
@@ -148,9 +140,9 @@ def _backward(block: Block, residuals, dy):
     dropped = drops((down,), arrays.key)
     dproduct_down, down_A = None, None
     if down.rank:
-        dproduct_down, dB_down = product_gradients((down,), dy, product_down, _down_B(block, arrays, dy.dtype))
+        dproduct_down, dB_down = product_gradients((down,), dy, product_down, stacked_B((down,), matrices, dy.dtype))
         gradients[down.name] = None, dB_down[down.name]
-        down_A = None if dropped else _down_A(block, arrays, dy.dtype)
+        down_A = None if dropped else stacked_A((down,), matrices, dy.dtype)
     below = as_weight(arrays.down)
     dh: Any = below.transposed(dy) if dropped and down.rank else below.transposed_scaled(dy)
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
@@ -165,7 +157,7 @@ def _backward(block: Block, residuals, dy):
         inside = down_A, dproduct_down
     adapted = inner is not None and bool(with_adapter(block.parts))
     rounds = adapted and x.dtype == jnp.bfloat16 and as_weight(arrays.gate_up).reads_rounded(True)
-    dgate_up, again, dB, dA, absmax = _ungate(block, gate_up, inner, dh, inside, with_h=trained, with_absmax=rounds)
+    dgate_up, again, absmax, dB, dA = _ungate(block, gate_up, inner, dh, inside, with_h=trained, with_absmax=rounds)
     h = again if trained else h
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
@@ -181,7 +173,7 @@ def _backward(block: Block, residuals, dy):
     return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, made)  # pyright: ignore
 
 
-_unit.defvjp(_forward, _backward)
+_unit = unit(_forward, _backward)
 
 
 def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
@@ -262,50 +254,26 @@ def _narrowed(products: Array, parts: int, rank: int) -> Array:
     return apart.reshape(*products.shape[:-1], parts * rank)
 
 
-def _down_A(block: Block, arrays: Arrays, dtype) -> Float[Array, "R F"]:
-    return stacked_A((block.down,), arrays.matrices, dtype, slot((block.down,)))
-
-
-def _down_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "E R"]:
-    return stacked_B((block.down,), arrays.matrices, dtype, slot((block.down,)))
-
-
 def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, rounded: bool = False):
-    """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
+    """`glu_lora_forward` of [B, S, ...]."""
 
     def gate(gate_up, products, lora_B, down_A):
-        own = None if products is None else Inner(_rows(products), lora_B)
-        options: Any = {"activation": block.activation, "rounded": rounded}
-        h, product_down = glu_lora_forward(_rows(gate_up), own, down_A, **options)
-        lead = product_of(gate_up).shape[:-1]
-        h = h.over(*lead) if isinstance(h, Rounded) else h.reshape(*lead, -1)
-        return h, None if product_down is None else product_down.reshape(*lead, -1)
+        own = None if products is None else Inner(products, lora_B)
+        return glu_lora_forward(gate_up, own, down_A, activation=block.activation, rounded=rounded)
 
     products, lora_B = (None, None) if inner is None else inner
-    own = places(gate_up), ROWS, P(), P()
-    return local(gate, in_specs=own, out_specs=(ROWS, ROWS))(gate_up, products, lora_B, down_A)
+    return on_rows(gate, (gate_up, products), (lora_B, down_A))
 
 
 def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool, with_absmax: bool):
-    """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
+    """`glu_lora_backward` of [B, S, ...]."""
 
-    def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
-        own = None if products is None else Inner(_rows(products), lora_B)
-        below = None if down_A is None else (down_A, _rows(dproducts))
+    def ungate(gate_up, products, dh, dproducts, lora_B, down_A):
+        own = None if products is None else Inner(products, lora_B)
+        below = None if down_A is None else (down_A, dproducts)
         options: Any = {"activation": block.activation, "with_h": with_h, "with_absmax": with_absmax}
-        gradient, h, *sums, absmax = glu_lora_backward(_rows(gate_up), own, _rows(dh), below, **options)
-        shares = (None if share is None else share[None] for share in sums)
-        *lead, width = product_of(dh).shape
-        h = None if h is None else h.reshape(*lead, width)
-        return gradient.reshape(*lead, -1), h, *shares, None if absmax is None else absmax.reshape(lead)
+        gradient, h, dB, dA, absmax = glu_lora_backward(gate_up, own, dh, below, **options)
+        return gradient, h, absmax, dB, dA
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    own = places(gate_up), ROWS, P(), places(dh), P(), ROWS
-    island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES, ROWS))
-    dgate_up, h, *shares, absmax = island(gate_up, products, lora_B, dh, down_A, dproducts)
-    return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares), absmax
-
-
-def _rows(operand: Any) -> Any:
-    """[B, S, …] with one axis of rows."""
-    return flat_rows(operand)
+    return on_rows(ungate, (gate_up, products, dh, dproducts), (lora_B, down_A), sums=2)

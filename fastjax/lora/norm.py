@@ -8,16 +8,14 @@ number a row; under a policy that goes by name, that number is computed again in
 or kept where n has been rounded: n itself is not made then.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from fastjax.lora.rank_products import Matrices, Part, gradients_of_A, padded_A, rank_products, slot
-from fastjax.parallel import ROWS, SHARES, local
+from fastjax.lora.units import on_rows, unit
 from fastjax.residuals import name_residual
 from pallas_kernels.float8 import Rounded
 from pallas_kernels.rms_norm.lora import Gradients, Normed, rms_norm_lora_backward, rms_norm_lora_round
@@ -67,14 +65,8 @@ def normed_products(
         matrices: A and B of the parts; B is not read.
         rounds: whether the projection reads them in float8; the normalised rows are computed where they are read.
     """
-    found: Any = _unit(scale, parts, rounds, x, weight, matrices)
-    x, normed, products, rows = found
+    x, normed, products, rows = _unit(scale, parts, rounds, x, weight, matrices)
     return x, normed, Made(products, jax.lax.stop_gradient(rows))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _unit(scale: Scale, parts: tuple[Part, ...], rounds: bool, x, weight, matrices: Matrices):
-    return _forward(scale, parts, rounds, x, weight, matrices)[0]
 
 
 def _forward(scale: Scale, parts: tuple[Part, ...], rounds: bool, x, weight, matrices: Matrices):
@@ -83,7 +75,7 @@ def _forward(scale: Scale, parts: tuple[Part, ...], rounds: bool, x, weight, mat
         rows, products, rstd = _rounded(scale, parts, x, weight, matrices)
         rstd = name_residual(rstd, "lora")
     else:
-        rows, products = None, rank_products(parts, matrices, normed, None, slot(parts))
+        rows, products = None, rank_products(parts, matrices, normed, None)
     products = name_residual(products, "lora")
     return (x, normed, products, rows), (x, weight, rstd, products, matrices)
 
@@ -92,40 +84,28 @@ def _rounded(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrice
     """The rows in float8, their rank products, and their reciprocal root mean squares [B, S, 1]."""
 
     def both(x, weight, lora_A):
-        rows, products, rstd = rms_norm_lora_round(_rows(x), weight, lora_A, eps=scale.eps, offset=scale.offset)
-        *lead, _ = x.shape
-        return rows.over(*lead), products.reshape(*lead, -1), rstd.reshape(*lead, 1)
+        rows, products, rstd = rms_norm_lora_round(x, weight, lora_A, eps=scale.eps, offset=scale.offset)
+        return rows, products, rstd[:, None]
 
-    island = local(both, in_specs=(ROWS, P(), P()), out_specs=(ROWS, ROWS, ROWS))
-    rows, products, rstd = island(x, weight, padded_A(parts, matrices, x.dtype))
+    rows, products, rstd = on_rows(both, (x,), (weight, padded_A(parts, matrices, x.dtype)))
     return rows, products[..., : len(parts) * slot(parts)], rstd
 
 
 def _backward(scale: Scale, parts: tuple[Part, ...], rounds: bool, residuals, gradients):
     x, weight, rstd, products, matrices = residuals
-    gradients = gradients[:3]  # none comes through codes
     lora_A = padded_A(parts, matrices, x.dtype)
     spare = lora_A.shape[0] - products.shape[-1]
 
-    def backward(x, weight, rstd, products, lora_A, gradients):
-        def padded(thin):
-            return jnp.pad(_rows(thin), ((0, 0), (0, spare)))
+    def backward(x, rstd, products, dresidual, dnormed, dproducts, weight, lora_A):
+        products, dproducts = (jnp.pad(thin, ((0, 0), (0, spare))) for thin in (products, dproducts))
+        normed = Normed(x, weight, rstd.reshape(-1), products)
+        return rms_norm_lora_backward(normed, lora_A, Gradients(dresidual, dnormed, dproducts), offset=scale.offset)
 
-        dresidual, dnormed, dproducts = gradients
-        normed = Normed(_rows(x), weight, rstd.reshape(-1), padded(products))
-        found = Gradients(_rows(dresidual), _rows(dnormed), padded(dproducts))
-        dx, dweight, dA = rms_norm_lora_backward(normed, lora_A, found, offset=scale.offset)
-        return dx.reshape(x.shape), dweight[None], dA[None]
-
-    island = local(backward, in_specs=(ROWS, P(), ROWS, ROWS, P(), ROWS), out_specs=(ROWS, SHARES, SHARES))
-    dx, dweight, dA = island(x, weight, rstd, products, lora_A, gradients)
-    own = gradients_of_A(parts, jnp.sum(dA, axis=0), slot(parts))
+    rows = (x, rstd, products, *gradients[:3])  # no gradient comes through codes
+    dx, dweight, dA = on_rows(backward, rows, (weight, lora_A), sums=2)
+    own = gradients_of_A(parts, dA, slot(parts))
     trained = {name: (own[name].astype(a.dtype), jnp.zeros_like(b)) for name, (a, b) in matrices.items()}
-    return dx, jnp.sum(dweight, axis=0).astype(weight.dtype), trained
+    return dx, dweight.astype(weight.dtype), trained
 
 
-_unit.defvjp(_forward, _backward)
-
-
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1])
+_unit = unit(_forward, _backward, statics=3)

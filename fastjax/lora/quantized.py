@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from fastjax.lora.linear import describe, matrices_of, project
 from fastjax.lora.params import LoraLinear
 from fastjax.lora.rank_products import Matrices, Part, into_dtypes, over_tokens
+from fastjax.lora.units import row_slices, unit
 from fastjax.quantization.dense import linear
 from fastjax.quantization.fake import Scheme, fake_quantize
 from fastjax.quantization.weights import WeightLike, as_weight
@@ -78,7 +79,7 @@ def project_quantized(
         quantizing: whether the quantiser is in force; None: it is.
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
-    y = _run(_Call(quantizer, describe(sizes, own)), x, weight, matrices_of(own), quantizing)
+    y = _unit(_Call(quantizer, describe(sizes, own)), x, weight, matrices_of(own), quantizing)
     return name_residual(y if residual is None else residual + y, "projection")
 
 
@@ -93,10 +94,9 @@ def quantized_weight(
         weight: [out, in].
         matrices: A and B.
     """
-    base, merged, start = as_weight(weight).dequantize(jnp.float32), [], 0
-    for part in parts:
-        own = base[start : start + part.rows]
-        start += part.rows
+    base, merged = as_weight(weight).dequantize(jnp.float32), []
+    for part, here in zip(parts, row_slices(part.rows for part in parts), strict=True):
+        own = base[here]
         if part.rank:
             a, b = (matrix.astype(jnp.float32) for matrix in matrices[part.name])
             own = linear(b, a.T) * part.scaling + own
@@ -115,15 +115,6 @@ def _decoded(quantizer: Quantizer, own: Array, top: Array) -> tuple[Array, Array
     """The values that a folder's tensor decodes to."""
     values, inside = quantizer.weights(own, top, quantizer.dtype)
     return round_through(values, quantizer.dtype), inside
-
-
-def _run(call: _Call, *arguments: Any) -> Array:
-    return _unit(call, *arguments)  # pyright: ignore[reportReturnType]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(call, x, weight, matrices, quantizing):
-    return _forward(call, x, weight, matrices, quantizing)[0]
 
 
 def _forward(call: _Call, x, weight, matrices, quantizing):
@@ -160,7 +151,7 @@ def _backward(call: _Call, residuals, dy):
     return *_choose(quantizing, quantized, plain), None
 
 
-_unit.defvjp(_forward, _backward)
+_unit = unit(_forward, _backward)
 
 
 def _choose(quantizing: Array | None, quantized: Callable[[], T], plain: Callable[[], T]) -> T:
@@ -195,13 +186,11 @@ def _plain(call: _Call, x: Array, weight: WeightLike, matrices: Matrices) -> Arr
 
 def _thin(call: _Call, dy: Array, read: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B, the small dimension first."""
-    found, start = {}, 0
-    for part in call.parts:
-        own = dy[..., start : start + part.rows]
-        start += part.rows
+    found = {}
+    for part, here in zip(call.parts, row_slices(part.rows for part in call.parts), strict=True):
         if part.rank:
             a, b = matrices[part.name]
-            product = linear(read, a)
+            product, own = linear(read, a), dy[..., here]
             dproduct = linear(own, (b.astype(jnp.float32) * part.scaling).T)
             found[part.name] = over_tokens(dproduct, read), over_tokens(own, product) * part.scaling
     return into_dtypes(found, matrices)
@@ -209,11 +198,10 @@ def _thin(call: _Call, dy: Array, read: Array, matrices: Matrices) -> dict[str, 
 
 def _dense(call: _Call, dvalues: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B from that of the merged weight."""
-    found, start = {}, 0
-    for part in call.parts:
-        own = dvalues[start : start + part.rows] * part.scaling
-        start += part.rows
+    found = {}
+    for part, here in zip(call.parts, row_slices(part.rows for part in call.parts), strict=True):
         if part.rank:
             a, b = (matrix.astype(jnp.float32) for matrix in matrices[part.name])
+            own = dvalues[here] * part.scaling
             found[part.name] = linear(b.T, own.T), linear(own, a)
     return into_dtypes(found, matrices)

@@ -5,19 +5,18 @@ of its own, the largest rank padded with zeros to one that kernels serve. Their 
 makes both anew from the trained arrays: they are small.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
-from fastjax.parallel import ROWS, SHARES, local
+from fastjax.lora.units import on_rows, row_slices
 from fastjax.quantization.dense import linear
-from fastjax.quantization.float8 import places
-from pallas_kernels.float8 import Rounded, Scaled, flat_rows, product_of
+from pallas_kernels.float8 import Rounded, Scaled
 from pallas_kernels.low_rank import (
     low_rank_add,
     low_rank_input_gradients,
@@ -59,9 +58,11 @@ def slot(parts: Sequence[Part]) -> int:
     return padded_rank(max(part.rank for part in parts))
 
 
-def stacked_A(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int) -> Float[Array, "PR in"]:
-    """A of all parts, one below the other, each padded to `rank` rows."""
-    width = matrices[with_adapter(parts)[0].name][0].shape[1]
+def stacked_A(
+    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+) -> Float[Array, "PR in"]:
+    """A of all parts, one below the other, each padded to `rank` rows; None: `slot`."""
+    rank, width = slot(parts) if rank is None else rank, matrices[with_adapter(parts)[0].name][0].shape[1]
     own = [matrices[part.name][0].astype(dtype) if part.rank else jnp.zeros((0, width), dtype) for part in parts]
     return jnp.concatenate([_padded(a, rank - a.shape[0], axis=0) for a in own])
 
@@ -74,15 +75,8 @@ def scaled_B(part: Part, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "
 def padded_A(
     parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
 ) -> Float[Array, "R in"]:
-    """`stacked_A` with zeros below it, up to a number of rows that kernels serve.
-
-    Args:
-        parts: as in `stacked_A`.
-        matrices: likewise.
-        dtype: likewise.
-        rank: likewise; None: `slot`.
-    """
-    a = stacked_A(parts, matrices, dtype, slot(parts) if rank is None else rank)
+    """`stacked_A` with zeros below it, up to a number of rows that kernels serve."""
+    a = stacked_A(parts, matrices, dtype, rank)
     return _padded(a, padded_rank(a.shape[0]) - a.shape[0], axis=0)
 
 
@@ -91,8 +85,11 @@ def gradients_of_A(parts: Sequence[Part], dA: Float[Array, "PR in"], rank: int) 
     return {part.name: dA[number * rank :][: part.rank] for number, part in enumerate(parts) if part.rank}
 
 
-def stacked_B(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int) -> Float[Array, "out R"]:
-    """s·B of all parts, one below the other, each padded to `rank` columns."""
+def stacked_B(
+    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+) -> Float[Array, "out R"]:
+    """s·B of all parts, one below the other, each padded to `rank` columns; None: `slot`."""
+    rank = slot(parts) if rank is None else rank
     own = [scaled_B(part, matrices, dtype) if part.rank else jnp.zeros((part.rows, 0), dtype) for part in parts]
     return jnp.concatenate([_padded(b, rank - b.shape[1], axis=1) for b in own])
 
@@ -103,9 +100,14 @@ def drops(parts: Sequence[Part], key: PRNGKeyArray | None) -> bool:
 
 
 def rank_products(
-    parts: Sequence[Part], matrices: Matrices, x: Float[Array, "B S in"], key: PRNGKeyArray | None, rank: int
+    parts: Sequence[Part],
+    matrices: Matrices,
+    x: Float[Array, "B S in"],
+    key: PRNGKeyArray | None,
+    rank: int | None = None,
 ) -> Float[Array, "B S PR"]:
     """x·Aᵀ of all parts side by side, `rank` columns each, in the dtype of x; of the dropped x where there is a key."""
+    rank = slot(parts) if rank is None else rank
     if not drops(parts, key):
         return linear(x, stacked_A(parts, matrices, x.dtype, rank))
     own = []
@@ -139,7 +141,8 @@ def rank_product_gradients(
     rank = dproducts.shape[-1] // len(parts)
     if not drops(parts, key):
         a = padded_A(parts, matrices, x.dtype, rank)
-        dx, whole = _input_gradients(dx, x, _padded(dproducts, a.shape[0] - dproducts.shape[-1], axis=-1), a)
+        dproducts = _padded(dproducts, a.shape[0] - dproducts.shape[-1], axis=-1)
+        dx, whole = on_rows(low_rank_input_gradients, (dx, x, dproducts), (a,), sums=1)
         return dx, gradients_of_A(parts, whole, rank)
     dA = {}
     for number, part in enumerate(parts):
@@ -169,13 +172,11 @@ def add_products(
         residual: one more addend, like base.
     """
 
-    def add(base, products, lora_B, residual):
-        rows = None if residual is None else _rows(residual)
-        sizes = tuple(part.rows for part in parts)
-        total = low_rank_add(flat_rows(base), _rows(products), lora_B, parts=sizes, residual=rows)
-        return total.reshape(product_of(base).shape)
+    def add(base, products, residual, lora_B):
+        return (low_rank_add(base, products, lora_B, parts=_sizes(parts), residual=residual),)
 
-    return local(add, in_specs=(places(base), ROWS, P(), ROWS), out_specs=ROWS)(base, products, lora_B, residual)
+    (total,) = on_rows(add, (base, products, residual), (lora_B,))
+    return total
 
 
 def product_gradients(
@@ -191,13 +192,10 @@ def product_gradients(
     """
 
     def gradients(dy, products, lora_B):
-        sizes = tuple(part.rows for part in parts)
-        dproducts, dB, _ = low_rank_output_gradients(_rows(dy), _rows(products), lora_B, parts=sizes)
-        return dproducts.reshape(products.shape), dB[None]
+        return low_rank_output_gradients(dy, products, lora_B, parts=_sizes(parts))[:2]
 
-    island = local(gradients, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, SHARES))
-    dproducts, shares = island(dy, products, lora_B)
-    return dproducts, gradients_of_B(parts, shares)
+    dproducts, dB = on_rows(gradients, (dy, products), (lora_B,), sums=1)
+    return dproducts, gradients_of_B(parts, dB)
 
 
 def rounded_with_products(
@@ -211,40 +209,13 @@ def rounded_with_products(
         absmax: the largest magnitude in each of its rows.
         lora_B: as there.
     """
-
-    def both(dy, absmax, lora_B):
-        sizes = tuple(part.rows for part in parts)
-        dproducts, rows = low_rank_round_rows(_rows(dy), absmax.reshape(-1), lora_B, parts=sizes)
-        return dproducts.reshape(*dy.shape[:-1], -1), rows.over(*absmax.shape)
-
-    return local(both, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, ROWS))(dy, absmax, lora_B)
+    return on_rows(functools.partial(low_rank_round_rows, parts=_sizes(parts)), (dy, absmax), (lora_B,))
 
 
-def gradients_of_B(parts: Sequence[Part], shares: Float[Array, "devices out R"]) -> dict[str, Float[Array, "out R"]]:
-    """The gradient of B of each part, float32.
-
-    Args:
-        parts: of the output.
-        shares: that of `stacked_B`, of each device's own rows.
-    """
-    dB, start, own = jnp.sum(shares, axis=0), 0, {}
-    for part in parts:
-        if part.rank:
-            own[part.name] = dB[start : start + part.rows, : part.rank] * part.scaling
-        start += part.rows
-    return own
-
-
-def _input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
-    """`low_rank_input_gradients` on each device of its own rows."""
-
-    def gradients(dx, x, dproducts, lora_A):
-        through, dA = low_rank_input_gradients(_rows(dx), _rows(x), _rows(dproducts), lora_A)
-        return through.reshape(dx.shape), dA[None]
-
-    island = local(gradients, in_specs=(ROWS, ROWS, ROWS, P()), out_specs=(ROWS, SHARES))
-    dx, shares = island(dx, x, dproducts, lora_A)
-    return dx, jnp.sum(shares, axis=0)
+def gradients_of_B(parts: Sequence[Part], dB: Float[Array, "out R"]) -> dict[str, Float[Array, "out R"]]:
+    """The gradient of B of each part, out of that of `stacked_B`."""
+    pairs = zip(parts, row_slices(_sizes(parts)), strict=True)
+    return {part.name: dB[here, : part.rank] * part.scaling for part, here in pairs if part.rank}
 
 
 def over_tokens(left: Float[Array, "B S M"], right: Float[Array, "B S N"]) -> Float[Array, "M N"]:
@@ -271,5 +242,5 @@ def _padded(array: Array, count: int, *, axis: int) -> Array:
     return jnp.pad(array, widths)
 
 
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1])
+def _sizes(parts: Sequence[Part]) -> tuple[int, ...]:
+    return tuple(part.rows for part in parts)

@@ -15,6 +15,7 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.mlp import Arrays, Block
 from fastjax.lora.params import LoraEmbedding, LoraLinear
 from fastjax.lora.rank_products import Matrices, Part
+from fastjax.lora.units import row_slices
 from fastjax.quantization import WeightLike
 from fastjax.quantization.dense import linear
 from fastjax.quantization.weights import as_weight, dequantize, matmul
@@ -42,10 +43,8 @@ def project(
         dropped: likewise.
         residual: likewise.
     """
-    whole, outputs, start, wide = _product(x, weight), [], 0, _wide(x)
-    for name, rows in sizes:
-        here = slice(start, start + rows)
-        start += rows
+    whole, outputs, wide = _product(x, weight), [], _wide(x)
+    for (name, _), here in zip(sizes, row_slices(rows for _, rows in sizes), strict=True):
         base = whole[..., here]
         if name not in adapters:
             outputs.append(base)
@@ -103,9 +102,7 @@ def routed_experts(
     """
 
     def product(part: Part, weight: WeightLike, bias: Array | None, x: Float[Array, "X N in"]) -> Array:
-        decoded = (
-            as_weight(weight).experts(jnp.float32) if x.dtype == jnp.float64 else as_weight(weight).experts(x.dtype)
-        )
+        decoded = as_weight(weight).experts(jnp.float32 if x.dtype == jnp.float64 else x.dtype)
         y = _by_expert(x, decoded.astype(x.dtype))
         if part.rank:
             a, b = (matrix.astype(x.dtype) for matrix in arrays.matrices[part.name])
