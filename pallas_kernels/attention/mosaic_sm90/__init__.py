@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.block_sizes import facts, measured
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
@@ -17,6 +16,7 @@ from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
 from pallas_kernels.attention.mosaic_sm90.config import (
     DkvConfig,
     DqConfig,
+    Facts,
     ForwardConfig,
     dkv_config,
     dq_config,
@@ -60,15 +60,11 @@ def forward(
     Args:
         operands: of the call, bfloat16 or float16.
         options: of the call.
-        config: block sizes; by default the measured ones of such a call, else by the head sizes.
+        config: block sizes; by default those of such a call.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     q, k, v, mask, sinks, seed = operands
-    sizes = (q.shape[3], v.shape[3])
-    if config is None:
-        about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
-        case = facts(q.dtype, *sizes, options, **about)
-        config = measured("mosaic.forward", case, forward_config(*sizes, options, **about))
+    config = config or forward_config(_facts(operands, options))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
     common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
@@ -97,17 +93,14 @@ def backward(
     """
     q, k, v, mask, _, seed = operands
     lse, delta, dout, _ = cotangents
-    sizes, missing = (q.shape[3], v.shape[3]), -q.shape[1] % TILE
-    padding = ((0, 0), (0, 0), (0, missing))
+    padding = ((0, 0), (0, 0), (0, -q.shape[1] % TILE))
     # Negative, in the products' own units: accumulators start from them instead of from 0.
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
-    about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
-    case = facts(q.dtype, *sizes, options, **about)
-    dq = dq or measured("mosaic.dq", case, dq_config(*sizes, options, **about))
-    dkv = dkv or measured("mosaic.dkv", case, dkv_config(*sizes, options))
+    call = _facts(operands, options)
+    dq, dkv = dq or dq_config(call), dkv or dkv_config(call)
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
     found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))
     return found_q, found_k, found_v
@@ -123,9 +116,10 @@ def _copyable(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
 
 
-def _grouped(q: Array, k: Array) -> bool:
-    """Whether tiles of two query heads that share their keys are possible."""
-    return q.shape[2] // k.shape[2] % 2 == 0
+def _facts(operands: Operands, options: Options) -> Facts:
+    q, k, v, mask, *_ = operands
+    grouped = q.shape[2] // k.shape[2] % 2 == 0  # tiles of two query heads that share their keys are possible
+    return Facts(q.dtype, q.shape[3], v.shape[3], options, mask.ranges is not None, grouped)
 
 
 def _cores() -> int:

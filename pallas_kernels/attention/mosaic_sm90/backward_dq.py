@@ -150,7 +150,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     """A computing warpgroup: the gradient of its 64 queries; returns how many blocks it has taken in all.
 
     Of a block both logits = q kᵀ and dP = dout vᵀ are in flight at once; P is computed while dP is, and dq's product,
-    from dS in registers, is waited for at the end of the block, or with `lag` in the next one.
+    from dS in registers, is waited for at the end of the block.
     """
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     buffer = lax.rem(turn, jnp.int32(config.buffers))
@@ -183,8 +183,6 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 plgpu.wgmma(s_ref, q_smem, k_smem.T)
                 plgpu.wgmma(dp_ref, do_smem, v_smem.T)
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # dP stays in flight
-                if config.lag:  # the last block's dq product was issued before s, so it is done, and its keys are free
-                    pl.when(index > 0)(lambda: release(index - 1))
                 s, factor, slope = soft_cap.capped(s, options, interpreted=refs.interpreted)
                 here = again()
                 key = (here.high - 1 - index) * block
@@ -204,9 +202,8 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
 
             ds = pl.run_scoped(products, common.accumulator(*shape), common.accumulator(*shape))
             plgpu.wgmma(dq_ref, ds, k_smem)
-            if not config.lag:  # the product reads the block's keys, so they are not free before it is done
-                plgpu.wgmma_wait(0)
-                release(index)
+            plgpu.wgmma_wait(0)  # the product reads the block's keys, so they are not free before it is done
+            release(index)
 
         plain, masked = (functools.partial(step, masked) for masked in (False, True))
         here = again()
@@ -220,8 +217,6 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
 
     dq = pl.run_scoped(gradient, common.accumulator(WARPGROUP_ROWS, refs.q.shape[3]))
     here = again()
-    if config.lag:
-        release(here.high - here.low - 1)
     taken = leave(here.before, taken + (here.high - here.low), stages, ((refs.full, refs.free),))
     batch_index, first, head, *_ = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them
     q_smem[...] = (dq * options.scale).astype(dtype)  # all products with these queries are done: dq is in registers

@@ -1,6 +1,10 @@
 """Block sizes of the Hopper kernels."""
 
 import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.options import Options
 
@@ -19,7 +23,6 @@ class ForwardConfig:
         buffers: tiles of queries in shared memory.
         heads: query heads of a tile: 1, with 64 of its 128 queries for each warpgroup, or 2 that share their keys, with
             one head and the same 64 queries for each.
-        overlap: whether the product with a block's values runs beside that with the next block's keys.
         pingpong: whether the two warpgroups are kept out of phase.
         own_output: whether the output has shared memory of its own, so that the next queries are loaded early.
     """
@@ -28,7 +31,6 @@ class ForwardConfig:
     stages: int = 2
     buffers: int = 1
     heads: int = 1
-    overlap: bool = True
     pingpong: bool = True
     own_output: bool = True
 
@@ -42,14 +44,12 @@ class DqConfig:
         stages: blocks of keys and of values in shared memory.
         buffers: tiles of queries in shared memory; with more than 1 a thread block takes several tiles in turn.
         heads: as in `ForwardConfig`.
-        lag: whether a block's last product is waited for in the next block.
     """
 
     block_kv: int = 128
     stages: int = 2
     buffers: int = 1
     heads: int = 1
-    lag: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,41 +70,81 @@ class DkvConfig:
     split: bool = False
 
 
-def forward_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> ForwardConfig:
-    """Block sizes without a measurement: the largest that leave registers for the options.
+class Facts(NamedTuple):
+    """What decides the block sizes of a call.
 
-    Args:
+    Attributes:
+        dtype: of q, k and v.
         size: D.
         value_size: Dv.
         options: of the call.
         documents: whether there are documents; they are short, so tiles are prepared beforehand.
         grouped: whether each key head has an even number of query heads.
     """
-    largest = max(size, value_size)
-    if largest > 128 or options.dropout_rate:
+
+    dtype: DTypeLike
+    size: int
+    value_size: int
+    options: Options
+    documents: bool
+    grouped: bool
+
+    @property
+    def measured(self) -> tuple[int, str] | None:
+        """The key of the tables below: D, and what the call has beside causality; None: no such call was measured."""
+        features = {
+            "documents": self.documents,
+            "window": self.options.sliding_window is not None,
+            "cap": self.options.logits_soft_cap is not None,
+            "dropout": self.options.dropout_rate > 0.0,
+        }
+        present = [name for name, there in features.items() if there]
+        plain = self.options.causal and self.grouped and self.size == self.value_size and len(present) <= 1
+        return (self.size, *(present or ["nothing"])) if plain and self.dtype == jnp.bfloat16 else None  # pyright: ignore[reportReturnType]
+
+
+# Measured on an H200 (docs/lab/attention.md).
+_FORWARD = {(128, "documents"): ForwardConfig(heads=2), (128, "window"): ForwardConfig(buffers=2, heads=2)}
+_DQ = {(64, "nothing"): DqConfig(stages=4, buffers=2, heads=2)} | dict.fromkeys(
+    ((128, "nothing"), (128, "cap"), (128, "window")), DqConfig(block_kv=64, stages=3, buffers=2, heads=2)
+)
+_DKV = {(64, "nothing"): DkvConfig(block_q=128, stages=2), (128, "cap"): DkvConfig(stages=2)}
+
+
+def forward_config(call: Facts) -> ForwardConfig:
+    """Block sizes as measured; without a measurement the largest that leave registers for the options."""
+    if call.measured in _FORWARD:
+        return _FORWARD[call.measured]
+    largest = max(call.size, call.value_size)
+    if largest > 128 or call.options.dropout_rate:
         return ForwardConfig(block_kv=64, stages=2 if largest > 128 else 4, own_output=largest <= 192)
-    if documents:
-        return ForwardConfig(64, 4, buffers=2, heads=2 if grouped else 1, pingpong=grouped, own_output=False)
+    if call.documents:
+        heads = 2 if call.grouped else 1
+        return ForwardConfig(64, 4, buffers=2, heads=heads, pingpong=call.grouped, own_output=False)
     return ForwardConfig(stages=4 if largest <= 64 else 2)
 
 
-def dq_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> DqConfig:
+def dq_config(call: Facts) -> DqConfig:
     """Block sizes likewise."""
-    largest = max(size, value_size)
+    if call.measured in _DQ:
+        return _DQ[call.measured]
+    largest, options = max(call.size, call.value_size), call.options
     if largest > 192 or (largest > 128 and options.dropout_rate):
         return DqConfig(block_kv=32, stages=2)
     if largest > 128:
         return DqConfig(block_kv=64, stages=2)
-    if documents:
-        return DqConfig(32 if options.dropout_rate else 64, stages=2, buffers=2, heads=2 if grouped else 1)
+    if call.documents:
+        return DqConfig(32 if options.dropout_rate else 64, stages=2, buffers=2, heads=2 if call.grouped else 1)
     if options.sliding_window or options.dropout_rate or options.logits_soft_cap:
         return DqConfig(block_kv=64, stages=4)
     return DqConfig(stages=4 if largest <= 64 else 2)
 
 
-def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
+def dkv_config(call: Facts) -> DkvConfig:
     """Block sizes likewise."""
-    together = size + value_size
+    if call.measured in _DKV:
+        return _DKV[call.measured]
+    together, options = call.size + call.value_size, call.options
     narrow = bool(options.dropout_rate or options.logits_soft_cap)
     if together > 256:
         return DkvConfig(block_q=32 if together > 384 or narrow else 64, stages=2, split=True)

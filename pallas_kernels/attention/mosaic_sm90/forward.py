@@ -244,17 +244,11 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
 
         def products(s_ref, acc_ref):
             acc_ref[...] = acc
-            if config.overlap:
-                multiply_keys(s_ref, slot)
-                multiply_values(acc_ref, p, last)
-                pass_turn()
-                # Products end in the order of their issue: with one left in flight, that with the values, s is there.
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-            else:
-                multiply_values(acc_ref, p, last)
-                multiply_keys(s_ref, slot)
-                pass_turn()
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+            multiply_keys(s_ref, slot)
+            multiply_values(acc_ref, p, last)
+            pass_turn()
+            # Products end in the order of their issue: with one left in flight, that with the values, s is there.
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             release_keys(index, slot)
             new_p, summed, alpha, new_top = softmax(s, top, index, masked)
             # Only now, after the softmax: the product with the values ran beside it.

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention.operands import Cotangents, Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
-from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, queries_of, visit
 from pallas_kernels.attention.triton.loads import load_numbers, load_rows, padded, rows_of, store_rows
 
@@ -40,13 +40,12 @@ def backward(
         operands: of the forward pass.
         cotangents: of its results.
         options: the call's.
-        config: block sizes; by default `chosen_config`.
+        config: block sizes; by default `triton_config`.
         interpret: run on any device, in jax.numpy.
     """
     q, k, v, mask, _, seed = operands
     lse, delta, dout, _ = cotangents
-    if config is None:
-        config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
+    config = config or triton_config(q.shape[3], v.shape[3], options)
     arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)
     dk, dv = dkv(*arrays, options, config.dkv, interpret)
     return dq(*arrays, options, config.dq, interpret), dk, dv

@@ -2,10 +2,7 @@
 
 import dataclasses
 
-from jax import Array
-
 from pallas_kernels import dispatch
-from pallas_kernels.attention.block_sizes import facts, measured
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.loads import padded
 
@@ -56,15 +53,15 @@ _SMALL = {
 }
 
 
-def triton_config(size: int, value_size: int, options: Options, capability: tuple[int, int] | None) -> TritonConfig:
-    """The block sizes for a call: the largest whose programs keep everything in registers.
+def triton_config(size: int, value_size: int, options: Options) -> TritonConfig:
+    """The block sizes for a call on the target: the largest whose programs keep everything in registers.
 
     Args:
         size: D of queries and keys.
         value_size: D of values.
         options: the call's. A cap or dropout takes registers for each logit: tiles of half as many columns.
-        capability: compute capability; None is taken for one with little shared memory.
     """
+    capability = dispatch.target().compute_capability
     large = capability is not None and (9, 0) <= capability < (12, 0)
     config = (_LARGE if large else _SMALL)[max(64, padded(size), padded(value_size))]
     if options.logits_soft_cap is None and options.dropout_rate == 0.0:
@@ -74,19 +71,3 @@ def triton_config(size: int, value_size: int, options: Options, capability: tupl
         dkv=dataclasses.replace(config.dkv, queries=config.dkv.queries // 2),
         dq=dataclasses.replace(config.dq, keys=config.dq.keys // 2),
     )
-
-
-def chosen_config(q: Array, k: Array, v: Array, options: Options, *, documents: bool) -> TritonConfig:
-    """The measured block sizes of such a call on the target, else `triton_config`.
-
-    Args:
-        q: queries [B, S, H, D].
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        options: of the call.
-        documents: whether there are documents.
-    """
-    size, value_size, grouped = q.shape[3], v.shape[3], q.shape[2] // k.shape[2] % 2 == 0
-    case = facts(q.dtype, size, value_size, options, documents=documents, grouped=grouped)
-    guess = triton_config(size, value_size, options, dispatch.target().compute_capability)
-    return TritonConfig(*(measured(f"triton.{name}", case, getattr(guess, name)) for name in ("forward", "dkv", "dq")))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.attention.operands import Operands
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
-from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, visit
 from pallas_kernels.attention.triton.loads import load_rows, padded, rows_of, store_numbers, store_rows
 
@@ -32,12 +32,11 @@ def forward(
     Args:
         operands: of the call, bfloat16 or float16.
         options: the call's.
-        config: block sizes; by default `chosen_config`.
+        config: block sizes; by default `triton_config`.
         interpret: run on any device, in jax.numpy.
     """
     q, k, v, mask, sinks, seed = operands
-    if config is None:
-        config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
+    config = config or triton_config(q.shape[3], v.shape[3], options)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if options.scale <= 0.0:  # the kernel takes the maximum before it scales
         q = q * jnp.asarray(-1.0 if options.scale else 0.0, q.dtype)

@@ -137,19 +137,6 @@ def test_head_sizes(size, value_size, interpreted):
     assert_close(interpreted(arguments, cotangents, {}, small), expected(arguments, cotangents, {}))
 
 
-@pytest.mark.exhaustive("False-True-True")
-@pytest.mark.parametrize(
-    ("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)]
-)
-def test_variants(overlap, pingpong, lag, interpreted):
-    arguments, cotangents = problem(1, length=200, heads=2, kv_heads=1)
-    configs = {
-        "forward": ForwardConfig(block_kv=64, overlap=overlap, pingpong=pingpong),
-        "backward": {"dq": DqConfig(block_kv=64, lag=lag), "dkv": DkvConfig(block_q=64, stages=2)},
-    }
-    assert_close(interpreted(arguments, cotangents, {}, configs), expected(arguments, cotangents, {}))
-
-
 #: Two tiles in shared memory, and no turns: each warpgroup takes its own blocks only.
 OWN_BLOCKS = {
     "forward": ForwardConfig(block_kv=64, buffers=2, pingpong=False),
