@@ -7,12 +7,13 @@ a CPU the step is compiled when it is called first.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.execution.policies import holds_more
+from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
@@ -21,30 +22,16 @@ from fastjax.planning.device import host_memory, memory_limit, pinned_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.cache_misses import before_compiling, reads_back
+from fastjax.runs.context import Run, RunStep
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
+from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import less_memory, run_candidates, way_out
 from fastjax.runs.steps import RunShapes, device_bytes
 from fastjax.training.config import TrainConfig
 
 #: Arrays that a message names.
 _SHOWN = 5
-
-
-class RunStep(NamedTuple):
-    """The train step of a run before its model is loaded.
-
-    Attributes:
-        policy: of rematerialisation.
-        choice: how it was chosen, with the compiled step; None: the device's memory is not known.
-        mesh: shape of the mesh.
-        advice: says what to do where the device is out of memory; None: the model's facts are not known.
-    """
-
-    policy: str
-    choice: Choice | None
-    mesh: MeshShape
-    advice: Callable[[], str] | None = None
 
 
 def run_policies(config: TrainConfig, earlier: str | None, shape: MeshShape) -> tuple[str, ...]:
@@ -66,43 +53,34 @@ def device_stats() -> Mapping[str, int] | None:
     return jax.local_devices()[0].memory_stats()
 
 
-def compile_step(
-    config: TrainConfig,
-    make_shapes: Callable[[int], RunShapes],
-    meshes: tuple[MeshShape, ...],
-    earlier: str | None,
-    progress: Callable[[str], None],
-    loading: ModelLoading | None = None,
-) -> RunStep:
+def compile_step(run: Run, model: OpenModel | LanguageModel, loading: ModelLoading | None = None) -> RunStep:
     """Compile the step of a run on the first mesh, with the first policy, that fits on the devices.
 
     Args:
-        config: the run.
-        make_shapes: replicas -> the shapes of the step; called where the devices' memory is known.
-        meshes: their shapes, the fastest first.
-        earlier: policy of the run that is resumed; None: there is none.
-        progress: takes a message for people before each compilation.
+        run: with its meshes and its recipe.
+        model: its model, in memory or not.
         loading: of the model; None: it is in memory. Where the step may be read back from JAX's cache it begins beside
             that, if the mesh is known and of one process, and half of the memory is left: should XLA compile, it tries
             products out.
     """
-    policies = run_policies(config, earlier, meshes[0])
+    meshes, earlier = run.meshes, None if run.earlier is None else run.earlier.checkpointing
+    policies = run_policies(run.config, earlier, meshes[0])
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
         return RunStep(policies[0] if len(policies) == 1 else "full", None, meshes[0])
-    shapes = make_shapes(meshes[0].replicas)
+    shapes = RunShapes(run.recipe, model, meshes[0].replicas)
     # The step's frozen weights may be those in memory; it has trained arrays of its own.
     limit = min(gathered_numbers(limit - stats["bytes_in_use"] + shapes.resident_bytes))
     *others, last = meshes
     alone = loading is not None and not others and jax.process_count() == 1
     beside = alone and reads_back() and 2 * shapes.model_bytes <= limit
     for shape in others:
-        choice = _choose(shapes, shape, policies, limit, progress, None, must=False)
+        choice = _choose(shapes, shape, policies, limit, run.tell, None, must=False)
         if choice is not None and choice.fits:
             return RunStep(choice.policy, choice, shape, functools.partial(_way_out, shapes, shape, choice))
-        progress(f"the model does not fit on one device: {last}")
-    choice = _choose(shapes, last, policies, limit, progress, loading if beside else None, must=True)
+        run.tell(f"the model does not fit on one device: {last}")
+    choice = _choose(shapes, last, policies, limit, run.tell, loading if beside else None, must=True)
     assert choice is not None, "it must be made"
     return RunStep(choice.policy, choice, last, functools.partial(_way_out, shapes, last, choice))
 

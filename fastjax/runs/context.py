@@ -14,7 +14,7 @@ from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.parallel import MeshShape
-from fastjax.runs.checkpointing import RunStep
+from fastjax.planning.choice import Choice
 from fastjax.runs.datasets import Given, RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
@@ -49,6 +49,22 @@ class FineTuned(NamedTuple):
     folder: Path
     evaluation: Evaluation | None
     config: TrainConfig
+
+
+class RunStep(NamedTuple):
+    """The train step of a run before its model is loaded.
+
+    Attributes:
+        policy: of rematerialisation.
+        choice: how it was chosen, with the compiled step; None: the device's memory is not known.
+        mesh: shape of the mesh.
+        advice: says what to do where the device is out of memory; None: the model's facts are not known.
+    """
+
+    policy: str
+    choice: Choice | None
+    mesh: MeshShape
+    advice: Callable[[], str] | None = None
 
 
 @dataclasses.dataclass
@@ -132,6 +148,18 @@ class Run:
     def tell(self, text: str) -> None:
         """Say a line on the console."""
         say(self.console, text)
+
+    def description(self, step: int) -> dict[str, Any]:
+        """The JSON that the checkpoint of a step keeps beside its state."""
+        chosen = getattr(self, "step", None)
+        return {
+            "config": dataclasses.asdict(self.config),
+            **self.identity._asdict(),
+            "checkpointing": chosen and chosen.policy,
+            "replicas": chosen and chosen.mesh.replicas,
+            "now": self.data.train.now,
+            "position": self.data.batches.position(step),
+        }
 
 
 def perform(run: Run, stages: Iterable[Callable[[Run], None]]) -> FineTuned:

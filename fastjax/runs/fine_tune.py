@@ -18,15 +18,14 @@ from fastjax.parallel.processes import is_primary
 from fastjax.runs.checkpointing import compile_step, memory_advice
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
 from fastjax.runs.hub_names import located, pinned
-from fastjax.runs.identity import Identity, base_identity, check_identity, opened_identity
+from fastjax.runs.identity import Identity, base_identity, check_identity
 from fastjax.runs.mesh import check_model
 from fastjax.runs.messages import warn
 from fastjax.runs.model import load_model, tell_model
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import adapter_notes, open_model
 from fastjax.runs.result import damage, finished, last_evaluation
-from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, read_data, train
-from fastjax.runs.steps import RunShapes
+from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
 from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import read_rows
@@ -96,26 +95,13 @@ def open_folders(run: Run) -> None:
         run.tell(note)
 
 
-def identify(run: Run) -> None:
-    """Take the fingerprints of the inputs."""
-    assert run.opened is not None
-    run.identity = opened_identity(run.data, run.opened)
-
-
 def load(run: Run) -> None:
     """Compile the step for shapes, and load the model beside what is read back, or behind."""
     opened = run.opened
     assert opened is not None
     with ModelLoading(run.config, opened) as loading, _uncollected():
         began = time.perf_counter()
-        run.step = step = compile_step(
-            run.config,
-            lambda replicas: RunShapes(run.recipe, opened, replicas),
-            run.meshes,
-            None if run.earlier is None else run.earlier.checkpointing,
-            run.tell,
-            loading,
-        )
+        run.step = step = compile_step(run, opened, loading)
         compiled = time.perf_counter() - began - loading.waited_seconds
         with memory_advice(step):
             run.model = loading.take(step.policy, step.mesh)

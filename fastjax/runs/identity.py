@@ -22,7 +22,6 @@ from convert.checkpoint import WEIGHT_FILES, Checkpoint
 from convert.tensor_file import TensorInfo
 from fastjax.errors import ConfigError
 from fastjax.runs.datasets import RunData
-from fastjax.runs.opening import OpenModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -108,19 +107,6 @@ def run_identity(
         held_out=None if data.held_out is None else data.held_out.fingerprint,
         start=None if start is None else arrays_fingerprint(start),
     )
-
-
-def opened_identity(data: RunData, model: OpenModel) -> Identity:
-    """The fingerprints of a run whose model is in folders.
-
-    Args:
-        data: its data.
-        model: its open folders, weights included.
-    """
-    weights, adapter = model.outline.weights, model.adapter
-    assert weights is not None, "the base's weights are on this machine"
-    base = base_identity(weights.checkpoint)
-    return run_identity(data, model.tokenizer, base, None if adapter is None else adapter.arrays)
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:

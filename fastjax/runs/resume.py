@@ -1,6 +1,5 @@
 """The checkpoint that a run resumes from: the newest that can be read."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -8,13 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 
 from fastjax.errors import TrainingError
-from fastjax.runs.datasets import RunData
 from fastjax.runs.identity import Identity
 from fastjax.runs.messages import warn
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.checkpoint_store import METADATA, UNCHECKED_FORMAT, Unreadable
-from fastjax.training.config import TrainConfig
 
 State = TypeVar("State")
 
@@ -43,23 +40,6 @@ class Earlier(NamedTuple):
     checkpointing: str | None = None
     replicas: int | None = None
     now: str | None = None
-
-
-def describe(
-    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None, replicas: int | None = None
-) -> Callable[[int], dict[str, Any]]:
-    """The JSON that a checkpoint of a run keeps beside its state, by step.
-
-    Args:
-        config: the run.
-        data: its data.
-        identity: of the run.
-        policy: of rematerialisation; None: it is not chosen yet.
-        replicas: parts in which the devices take a step's rows; None: no step was taken.
-    """
-    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy, "replicas": replicas}
-    stored |= {"now": data.train.now}
-    return lambda step: {**stored, "position": data.batches.position(step)}
 
 
 def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:

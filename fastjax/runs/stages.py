@@ -9,16 +9,17 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.parallel.processes import barrier, gathered_numbers, in_turn, is_primary
 from fastjax.runs.context import Run
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import RunFolder, claimed, run_folder
-from fastjax.runs.identity import check_identity
+from fastjax.runs.identity import base_identity, check_identity, digest, run_identity
 from fastjax.runs.mesh import run_meshes
 from fastjax.runs.model import check_vocabulary
 from fastjax.runs.result import check_result
-from fastjax.runs.resume import describe, newest
+from fastjax.runs.resume import newest
 from fastjax.runs.settings_changes import check_settings
 from fastjax.runs.steps import StepRecipe
 from fastjax.runs.training_run import TrainingRun
@@ -73,6 +74,20 @@ def read_data(run: Run) -> None:
         run.tell(f"{name}: {became}")
 
 
+def identify(run: Run) -> None:
+    """Take the fingerprints of the inputs; of a model in memory what it has learnt before is there as its reference."""
+    adapter = None
+    if run.opened is not None:
+        weights, started = run.opened.outline.weights, run.opened.adapter
+        assert weights is not None, "the base's weights are on this machine"
+        base, adapter = base_identity(weights.checkpoint), None if started is None else started.arrays
+    elif run.model.folder is not None:
+        base = base_identity(open_checkpoint(run.model.folder))
+    else:
+        base = {"model": digest(str(sorted(run.model.hf_config.items())))}
+    run.identity = run_identity(run.data, run.tokenizer, base, adapter, run.start)
+
+
 def compare_inputs(run: Run) -> None:
     """Compare the inputs with the checkpoint's, and make the recipe of the step."""
     if (earlier := run.earlier) is not None:
@@ -91,7 +106,7 @@ def compare_inputs(run: Run) -> None:
 def train(run: Run) -> None:
     """Take the steps, and save the result."""
     check_vocabulary(run.model, run.data)
-    run.checkpoints.extra = describe(run.config, run.data, run.identity, run.step.policy, run.meshes[0].replicas)
+    run.checkpoints.extra = run.description
     run.result = TrainingRun(run).train()
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from convert.checkpoint import open_checkpoint
 from fastjax.data.records import Record
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, given_rows, open_sources
@@ -24,10 +23,9 @@ from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
-from fastjax.runs.identity import base_identity, digest, run_identity
 from fastjax.runs.result import finished
-from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, read_data, train
-from fastjax.runs.steps import Optimizer, RunShapes
+from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
+from fastjax.runs.steps import Optimizer
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -237,7 +235,7 @@ class Trainer:
         if (aware := run.model.quantization_aware) is not None and self._settings.training.qat is None:
             run.tell(f"training.qat: null, and the model is trained for {aware.weights} already: it goes on so")
         try:
-            inputs = (find_checkpoint, compare_settings, read_data, _identify, compare_inputs)
+            inputs = (find_checkpoint, compare_settings, read_data, identify, compare_inputs)
             result = perform(run, (claim, _refuse_finished, *inputs, _compile, train))
         except BaseException:  # also what a callback raises
             if (reached := run.reached()) is not None:
@@ -361,21 +359,10 @@ def _refuse_finished(run: Run) -> None:
         )
 
 
-def _identify(run: Run) -> None:
-    """Take the fingerprints of the inputs; what the model has learnt before is among them as its reference alone."""
-    folder = run.model.folder
-    if folder is None:
-        base = {"model": digest(str(sorted(run.model.hf_config.items())))}
-    else:
-        base = base_identity(open_checkpoint(folder))
-    run.identity = run_identity(run.data, run.tokenizer, base, start=run.start)
-
-
 def _compile(run: Run) -> None:
     """Compile the step for the model, which gets its policy of rematerialisation."""
     began, model = time.perf_counter(), run.model
-    earlier = None if run.earlier is None else run.earlier.checkpointing
-    run.step = compile_step(run.config, lambda _: RunShapes(run.recipe, model), run.meshes, earlier, run.tell)
+    run.step = compile_step(run, model)
     chosen = with_checkpointing(model, run.step.policy)
     run.model = chosen.replace(remat_auto=model.remat_auto)  # a later run chooses anew
     run.startup = Startup(began - run.began, time.perf_counter() - began)

@@ -14,7 +14,7 @@ from fastjax.parallel import MeshShape
 from fastjax.planning.choice import Choice, Refused
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
-from fastjax.runs.checkpointing import RunStep
+from fastjax.runs.context import RunStep
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.steps import RunShapes

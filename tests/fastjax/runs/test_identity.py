@@ -12,8 +12,9 @@ import pytest
 from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError
-from fastjax.runs.identity import Identity, check_identity, model_fingerprint, opened_identity, tensors_fingerprint
+from fastjax.runs.identity import Identity, check_identity, model_fingerprint, tensors_fingerprint
 from fastjax.runs.opening import open_model
+from fastjax.runs.stages import identify
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
 from tests.support import chat
 from tests.support.folders import write_checkpoint
@@ -121,7 +122,10 @@ def run(tmp_path):
         write_adapter(adapter, dataclasses.replace(settings, **changes), arrays)
 
     def identity():
-        return opened_identity(data, open_model(config))
+        opened = open_model(config)
+        run = SimpleNamespace(opened=opened, data=data, tokenizer=opened.tokenizer, start=None)
+        identify(run)
+        return run.identity
 
     write()
     return SimpleNamespace(base=base, write=write, identity=identity)
