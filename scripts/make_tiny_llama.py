@@ -19,7 +19,7 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fastjax.data import Batches, prepare
+from fastjax.data import Batches, DataOptions, prepare
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers import make_optimizer
@@ -86,7 +86,7 @@ def text_of(document: tiny_world.Document) -> str:
 
 def train(tokenizer, documents: list, *, steps: int, batch_size: int, learning_rate: float, seed: int):
     """Full fine-tuning from random weights."""
-    data = prepare(documents, tokenizer, LENGTH, loss_on="all")
+    data = prepare(documents, tokenizer, LENGTH, DataOptions(loss_on="all", cache_dir=None))
     print(data.statistics)
     model = FastLanguageModel.from_config(
         CONFIG, LENGTH, full_finetuning=True, random_state=seed, tokenizer=tokenizer, use_gradient_checkpointing="none"

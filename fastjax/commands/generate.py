@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
-    from fastjax.data.characters import check_characters
+    from fastjax.data.encoding import check_characters
 
     prompts = list(arguments.prompt)
     for prompt in prompts:

@@ -24,7 +24,7 @@ runs either ahead of the train step. Nothing here imports JAX or torch.
 
 from fastjax.data.batches import Batch, Batches, BatchSource
 from fastjax.data.columns import parse_row
-from fastjax.data.dataset import Dataset
+from fastjax.data.dataset import Dataset, DataStatistics
 from fastjax.data.documents import Documents
 from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Example, Examples
@@ -33,9 +33,8 @@ from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.prefetch import Prefetched, prefetched
 from fastjax.data.prepare import prepare
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
-from fastjax.data.settings import DataSource
+from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import read_jsonl
-from fastjax.data.statistics import DataStatistics
 from fastjax.data.streaming import StreamedBatches, stream
 from fastjax.data.tokenizer import load_tokenizer
 
@@ -45,6 +44,7 @@ __all__ = [
     "BatchSource",
     "Batches",
     "ChatRecord",
+    "DataOptions",
     "DataSource",
     "DataStatistics",
     "Dataset",

@@ -1,9 +1,91 @@
-"""A data set as rows, with its counts."""
+"""A data set as rows, with its counts: examples cut and left out, tokens, the filling of the rows."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from fastjax.data import notes
 from fastjax.data.packing import PackedRows
-from fastjax.data.statistics import DataStatistics
+from fastjax.data.settings import SpecialTokens
+
+
+class DataStatistics(NamedTuple):
+    """Counts over a whole data set.
+
+    Attributes:
+        examples: Examples of an epoch.
+        documents: Documents of an epoch.
+        truncated: Examples longer than a row that lost targets.
+        split: Examples longer than a row that became several documents.
+        dropped: Examples longer than a row that were left out.
+        no_targets: Examples left out without a target (no response, or cut off before it).
+        tokens: Input tokens of an epoch, without padding.
+        target_tokens: Targets of an epoch.
+        rows: Rows of an epoch.
+        slots: Room for tokens in these rows.
+        notes: Examples that people should know of: kind → number, and the place of the first.
+        special_tokens: The reading of special tokens in content.
+        apart: Examples more than rows of data, since the chat template rewrites earlier answers: one an answer.
+        elsewhere: Answers that follow on another text than the generation prompt.
+        desirable: Of single answers with a label, the desirable ones of an epoch.
+        undesirable: The others.
+    """
+
+    examples: int
+    documents: int
+    truncated: int
+    split: int
+    dropped: int
+    no_targets: int
+    tokens: int
+    target_tokens: int
+    rows: int
+    slots: int
+    notes: Mapping[str, tuple[int, str]] = {}
+    special_tokens: SpecialTokens = "control"
+    apart: int = 0
+    elsewhere: int = 0
+    desirable: int = 0
+    undesirable: int = 0
+
+    @property
+    def slots_filled(self) -> float:
+        """The fraction of slots with a token."""
+        return self.tokens / self.slots if self.slots else 0.0
+
+    def __str__(self) -> str:
+        """One line for people."""
+        several = f" of {self.examples:,} examples" if self.documents > self.examples and not self.split else ""
+        parts = [
+            f"{self.documents:,} {'documents' if self.split or several else 'examples'}{several} in {self.rows:,} rows",
+            f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
+            f"{self.slots_filled:.1%} of the slots filled",
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated")
+        if self.split:
+            parts.append(f"{self.split:,} too long, split")
+        if self.dropped:
+            parts.append(f"{self.dropped:,} too long, dropped")
+        if self.no_targets:
+            parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
+        if self.apart:
+            parts.append(
+                f"{self.apart:,} answers in examples of their own, since the chat template rewrites them when messages "
+                "follow (loss_on: last_response leaves them out)"
+            )
+        if self.elsewhere:
+            parts.append(
+                f"{self.elsewhere:,} answers are learnt behind another text than generation's, since the chat template "
+                "begins an answer otherwise there"
+            )
+        for kind, (count, first) in self.notes.items():
+            parts.append(f"{count:,} {notes.say(kind, self.special_tokens)} (first: {first})")
+        if self.desirable or self.undesirable:
+            parts.append(f"{self.desirable:,} answers desirable, {self.undesirable:,} undesirable")
+            if not (self.desirable and self.undesirable):
+                kind = "undesirable" if self.desirable else "desirable"
+                parts[-1] += f": none is {kind}, and kto learns from the difference between the two kinds"
+        return "; ".join(parts)
 
 
 class Dataset(NamedTuple):

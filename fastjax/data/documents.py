@@ -13,15 +13,13 @@ attention to the pieces before it. A piece without a target is left out.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from convert.errors import shown
 from fastjax.data.examples import Examples
 from fastjax.data.settings import TooLong
-from fastjax.errors import ConfigError
 
 IGNORE = -100
 """The target of a token whose successor is not learnt."""
@@ -75,22 +73,21 @@ class Documents(NamedTuple):
         return np.diff(self.offsets)
 
     @classmethod
-    def of(cls, examples: Examples, max_length: int, too_long: TooLong = "truncate") -> "Documents":
+    def of(
+        cls, examples: Examples, max_length: int, too_long: TooLong = "truncate", *, last_token: bool = False
+    ) -> "Documents":
         """Convert examples to documents of at most `max_length` tokens.
 
         Args:
             examples: The examples.
             max_length: Tokens in a document, at most.
             too_long: The treatment of longer examples.
+            last_token: Whether an example's last learnt token is an input too, of which nothing is learnt; none of the
+                examples is longer then.
 
         Returns:
             The documents, in order.
-
-        Raises:
-            ConfigError: An unknown `too_long`.
         """
-        if too_long not in get_args(TooLong):
-            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, got {shown(too_long)}")
         learnt = np.flatnonzero(examples.learn)
         example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets))[learnt]
         # The token at place p of an example is learnt by the model's answer to the one at p - 1, which lies in this
@@ -105,11 +102,14 @@ class Documents(NamedTuple):
         example, piece, last = example[kept], piece[kept], last[kept]
         # A document ends at its last learnt token: the last before example or piece changes.
         ends = np.flatnonzero((np.diff(example, append=-1) != 0) | (np.diff(piece, append=-1) != 0))
-        example, lengths = example[ends], last[ends] + 1
+        example, lengths = example[ends], last[ends] + 1 + last_token
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         starts = examples.offsets[example] + piece[ends] * max_length
         taken = spans(starts, lengths)
-        targets = np.where(examples.learn[taken + 1], examples.tokens[taken + 1], np.int32(IGNORE))
+        following = np.minimum(taken + 1, len(examples.tokens) - 1) if last_token else taken + 1
+        targets = np.where(examples.learn[following], examples.tokens[following], np.int32(IGNORE))
+        if last_token:
+            targets[offsets[1:] - 1] = IGNORE
         truncated = int(np.isin(longer, example).sum()) if too_long == "truncate" else 0
         found, dropped = np.unique(examples.records[example]), np.zeros(0, np.int64)
         if too_long == "drop":

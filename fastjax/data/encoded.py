@@ -6,16 +6,21 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, Shaped
 
+from convert.errors import shown
 from fastjax.data import cache, notes
-from fastjax.data.dataset import Dataset
+from fastjax.data.dataset import Dataset, DataStatistics
 from fastjax.data.documents import IGNORE, Documents, spans
+from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Examples
 from fastjax.data.origins import Origins
 from fastjax.data.packing import pack_documents
 from fastjax.data.preferences import Role
 from fastjax.data.records import PreferenceRecord, Record
-from fastjax.data.settings import SpecialTokens
-from fastjax.data.statistics import DataStatistics
+from fastjax.data.settings import PARTS, DataOptions, LossOn
+from fastjax.errors import DataError
+
+Say = Callable[[str], None]
+"""Takes a message for people."""
 
 _REPORT = 100_000
 """Examples between two progress messages."""
@@ -43,22 +48,19 @@ class Encoded(NamedTuple):
         self,
         records: Sequence[Record] | Sequence[PreferenceRecord],
         row_length: int,
-        *,
-        packing: bool,
-        order: Int64[np.ndarray, " _"] | None,
-        special_tokens: SpecialTokens,
+        options: DataOptions,
+        order: Int64[np.ndarray, " _"],
     ) -> Dataset:
         """Pack the documents into rows.
 
         Args:
             records: The examples.
             row_length: Tokens in a row.
-            packing: Whether groups share rows.
-            order: The examples of an epoch, with repetitions; None: each once.
-            special_tokens: The reading of special tokens in content.
+            options: Of the data.
+            order: The examples of an epoch, with repetitions.
         """
         documents, counts, chosen = self.documents, self.documents.counts, None
-        if order is not None and len(order) != len(records):  # some repeat: so do all of their groups
+        if len(order) != len(records):  # some repeat: so do all of their groups
             examples = documents.examples if self.starts is None else documents.examples[self.starts[:-1]]
             first, behind = (np.searchsorted(examples, order, side) for side in ("left", "right"))
             chosen = spans(first, behind - first)
@@ -66,7 +68,7 @@ class Encoded(NamedTuple):
         rows = pack_documents(
             documents,
             row_length,
-            packing=packing,
+            packing=options.packing,
             starts=self.starts,
             chosen=chosen,
             origins=origins,
@@ -75,7 +77,7 @@ class Encoded(NamedTuple):
         learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
         roles = self.fields["roles"][rows.order] if self.labelled else np.zeros(0, np.int32)
         statistics = DataStatistics(
-            examples=len(records) if order is None else len(order),
+            examples=len(order),
             documents=len(rows.order),
             truncated=counts.truncated,
             split=counts.split,
@@ -86,7 +88,7 @@ class Encoded(NamedTuple):
             rows=len(rows),
             slots=len(rows) * row_length,
             notes=self.noted,
-            special_tokens=special_tokens,
+            special_tokens=options.special_tokens,
             apart=counts.apart,
             elsewhere=counts.elsewhere,
             desirable=int(np.sum(roles == Role.CHOSEN)),
@@ -96,8 +98,60 @@ class Encoded(NamedTuple):
         return Dataset(rows, statistics, cache.fingerprint(rows), largest)
 
 
+def encode_records(
+    records: Sequence[Record],
+    encoder: Encoder,
+    max_seq_length: int,
+    where: str,
+    progress: Say | None,
+) -> Encoded:
+    """Encode examples as documents that fit a row.
+
+    Args:
+        records: The examples.
+        encoder: Of their texts.
+        max_seq_length: Tokens in a row.
+        where: The data set's name in errors.
+        progress: Takes messages for people.
+
+    Raises:
+        ConfigError: A tokenizer without a chat template that is needed.
+        DataError: No example with a token to learn.
+    """
+    parts: list[Documents] = []
+    noted: notes.Notes = {}
+    chunks = encoder.encode(records)
+    for done, examples in told(chunks, len(records), "examples", where, progress):
+        parts.append(Documents.of(examples, max_seq_length, encoder.options.too_long))
+        notes.add(noted, examples.noted, records[done:])
+    documents = Documents.concatenate(parts)
+    if not len(documents):
+        raise DataError(nothing_to_learn(where, documents, max_seq_length, encoder.options.loss_on))
+    return Encoded(documents, noted)
+
+
+def nothing_to_learn(where: str, documents: Documents, max_seq_length: int, loss_on: LossOn) -> str:
+    """The message for data without a target token.
+
+    Args:
+        where: The data set.
+        documents: Its documents, none, with their counts.
+        max_seq_length: Tokens in a row.
+        loss_on: The target tokens.
+    """
+    counts = documents.counts
+    missing = (
+        f"text behind {shown(loss_on[PARTS[1]], 80)}" if isinstance(loss_on, dict) else "response by the assistant"
+    )
+    dropped = f"; {counts.dropped:,} are longer and dropped" if counts.dropped else ""
+    return (
+        f"{where}: none of the {counts.examples:,} examples has a token to learn: no {missing} "
+        f"within the first {max_seq_length:,} tokens{dropped}"
+    )
+
+
 def told(
-    chunks: Iterable[Examples], total: int, unit: str, where: str, progress: Callable[[str], None] | None
+    chunks: Iterable[Examples], total: int, unit: str, where: str, progress: Say | None
 ) -> Iterator[tuple[int, Examples]]:
     """Chunks of examples with the number of those before each, and messages on the way.
 

@@ -19,22 +19,22 @@ Examples are encoded in chunks to flat arrays, with a few Python calls an exampl
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from convert.errors import shown
 from fastjax.data.boundaries import TokenOffsets, encoded_apart
-from fastjax.data.characters import check_characters
-from fastjax.data.columns import ROLES, check_options
+from fastjax.data.columns import check_options
 from fastjax.data.examples import Examples
 from fastjax.data.notes import JOINED, SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record, TokenRecord, Written
 from fastjax.data.responses import Conversation
-from fastjax.data.settings import PARTS, LossOn, SpecialTokens
+from fastjax.data.settings import NO_CACHE, DataOptions
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
+from fastjax.data.template_environment import strftime_at
 from fastjax.data.token_rows import token_spans
 from fastjax.data.tokenizer import check_post_processor
 from fastjax.errors import ConfigError, DataError
@@ -51,59 +51,40 @@ often is slow: chunks of a thousand examples cost a fifth more time."""
 class Encoder:
     """A tokenizer with its chat template, and the choice of target tokens."""
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerFast",
-        loss_on: LossOn = "responses",
-        special_tokens: SpecialTokens = "control",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", options: DataOptions = NO_CACHE, now: str | None = None):
         """Read the tokenizer's special tokens.
 
         Args:
             tokenizer: A tokenizer with a Rust backend. It needs an EOS token.
-            loss_on: "responses": the assistant's words and the end of its turns, a completion, and all of a plain
-                text; "last_response": of a conversation only the last of these; "all": every token; a list of roles:
-                as "responses", of messages with one of these; a dict of `PARTS`: as "responses", and of a plain text
-                what stands between a response_part and the next instruction_part, or the end.
-            special_tokens: "control": a special token's text in a row's content is that token; "text": it is text, and
-                only the template writes control tokens.
-            chat_template_kwargs: Variables of the chat template in every conversation, as `enable_thinking`; a row's
-                own stand before them.
+            options: The target tokens, `loss_on`: "responses" are the assistant's words and the end of its turns, a
+                completion, and all of a plain text; the reading of special tokens; the chat template's variables.
+            now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: that of each call.
 
         Raises:
-            ConfigError: An unknown `loss_on` or `special_tokens`, or a tokenizer without EOS, or one that cannot read
-                special tokens as text, or adds tokens that it has no ids for.
+            ConfigError: A tokenizer without EOS, or one that cannot read special tokens as text, or adds tokens that it
+                has no ids for.
         """
-        if special_tokens not in get_args(SpecialTokens):
-            expected = ", ".join(get_args(SpecialTokens))
-            raise ConfigError(f"special_tokens must be one of {expected}, got {special_tokens!r}")
-        if not _is_loss_on(loss_on):
-            raise ConfigError(
-                f"loss_on must be one of {', '.join(_NAMED)}, or a list of roles ({', '.join(ROLES)}), or of plain "
-                f"texts {' and '.join(PARTS)}, which are not empty, got {shown(loss_on)}"
-            )
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer
-        self.loss_on: LossOn = loss_on
-        self._roles = tuple(loss_on) if isinstance(loss_on, list) else ("assistant",)
-        self.special_tokens: SpecialTokens = special_tokens
+        self.options = options
+        self._roles = tuple(options.loss_on) if isinstance(options.loss_on, list) else ("assistant",)
         self._special_texts = SpecialTexts(tokenizer)
-        self._as_text = ContentAsText(tokenizer, self._special_texts) if special_tokens == "text" else None
+        self._as_text = ContentAsText(tokenizer, self._special_texts) if options.special_tokens == "text" else None
         self._backend = (
             self._as_text.backend if self._as_text else _plain(cast("Tokenizer", tokenizer.backend_tokenizer))
         )
         self._eos = cast(int, tokenizer.eos_token_id)
         self._bos = self._find_bos()
-        self._options = check_options(chat_template_kwargs or {}, "chat_template_kwargs")
+        told = {} if now is None else {"strftime_now": strftime_at(now)}
+        self._variables = told | check_options(options.chat_template_kwargs or {}, "chat_template_kwargs")
         self._template: ChatTemplate | None = None
 
     @property
     def template(self) -> ChatTemplate:
         """The tokenizer's chat template; without one a ConfigError."""
         if self._template is None:
-            self._template = ChatTemplate.from_tokenizer(self.tokenizer, self._options)
+            self._template = ChatTemplate.from_tokenizer(self.tokenizer, self._variables)
         return self._template
 
     @functools.cached_property
@@ -148,8 +129,8 @@ class Encoder:
                     )
                 for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
                     noted.setdefault(kind, []).append(count)
-                if isinstance(self.loss_on, dict) and templated and not isinstance(record, ChatRecord):
-                    instructed = instructed or self.loss_on["instruction_part"] in record.text
+                if isinstance(self.options.loss_on, dict) and templated and not isinstance(record, ChatRecord):
+                    instructed = instructed or self.options.loss_on["instruction_part"] in record.text
                     answered = answered or (record.where if rendered[0].responses else "")
                 chats += [(count, chat, templated) for chat in rendered]
                 size += sum(len(chat.text) for chat in rendered)
@@ -158,10 +139,10 @@ class Encoder:
                 yield self._encode_chunk(chats, noted)
                 chats, noted, count, size = [], {}, 0, 0
         if answered and not instructed:
+            begins = shown(cast(dict[str, str], self.options.loss_on)["instruction_part"])
             raise DataError(
-                f"{answered}: a response_part stands in it, but the instruction_part, "
-                f"{shown(cast(dict[str, str], self.loss_on)['instruction_part'])}, in no text, so that what the user "
-                "says would be learnt; expected the text that begins an instruction there"
+                f"{answered}: a response_part stands in it, but the instruction_part, {begins}, in no text, so that "
+                "what the user says would be learnt; expected the text that begins an instruction there"
             )
         if count:
             yield self._encode_chunk(chats, noted)
@@ -283,7 +264,7 @@ class Encoder:
         total = 0
         for record, chat, by_template in chats:
             if isinstance(chat, TokenRecord):
-                tokens, spans = token_spans(chat, self.loss_on)
+                tokens, spans = token_spans(chat, self.options.loss_on)
             else:
                 borders = (start for start, _ in chat.responses if start)
                 encoding, joined = encoded_apart(self._backend, chat.text, next(encodings), borders)
@@ -333,24 +314,24 @@ class Encoder:
             chat = Conversation(
                 self.template, record.messages, record.where, tools=record.tools, options=record.options
             )
-            if self.loss_on == "all":
+            if self.options.loss_on == "all":
                 return [chat.whole()]
-            last = self.loss_on == "last_response"
+            last = self.options.loss_on == "last_response"
             return chat.learnt(given=record.prompt, last=last, roles=self._roles, train=record.train)
         if self._has_parts(record):
-            return [RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.loss_on)))]
-        start = 0 if self.loss_on == "all" else record.prompt
+            return [RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.options.loss_on)))]
+        start = 0 if self.options.loss_on == "all" else record.prompt
         return [RenderedChat(record.text, [(start, len(record.text))] if record.text else [])]
 
     def _has_parts(self, record: Written) -> bool:
         """Whether a record is a rendered conversation, whose responses are found by their beginning."""
-        return isinstance(self.loss_on, dict) and not isinstance(record, ChatRecord) and not record.prompt
+        return isinstance(self.options.loss_on, dict) and not isinstance(record, ChatRecord) and not record.prompt
 
     def _check_train(self, record: ChatRecord, train: Sequence[bool | None]) -> None:
         """Raise DataError for a row whose `train` contradicts `loss_on`."""
         for index, (message, asked) in enumerate(zip(record.messages, train, strict=True)):
             place = f"{record.where}: messages[{index}]"
-            if self.loss_on == "all":
+            if self.options.loss_on == "all":
                 if asked is False:
                     raise DataError(
                         f"{place} is not to be learnt (train: false, or weight: 0), but loss_on is all, which learns "
@@ -421,17 +402,6 @@ class Encoder:
         return last if last > start else end
 
 
-_NAMED = get_args(get_args(LossOn)[0])
-
-
-def _is_loss_on(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(role in ROLES for role in value)
-    if isinstance(value, dict):
-        return value.keys() == set(PARTS) and all(isinstance(part, str) and part for part in value.values())
-    return value in _NAMED
-
-
 def _responses(text: str, instruction_part: str, response_part: str) -> list[tuple[int, int]]:
     """The ranges of characters behind each response_part up to the next instruction_part or the text's end."""
     found, place = [], 0
@@ -441,6 +411,26 @@ def _responses(text: str, instruction_part: str, response_part: str) -> list[tup
         place = len(text) if place < 0 else place
         found.append((start, place))
     return found
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raise DataError unless a text is valid Unicode.
+
+    Args:
+        text: The text.
+        where: Its place, for the error.
+
+    Raises:
+        DataError: It holds half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[max(error.start - 20, 0) : error.start]
+        raise DataError(
+            f"{where}: expected Unicode text, found \\u{ord(text[error.start]):04x}, half of a surrogate pair, behind "
+            f"{before!r}; remove it, or write both halves"
+        ) from error
 
 
 def _token_span(encoding: TokenOffsets, start: int, end: int) -> tuple[int, int]:

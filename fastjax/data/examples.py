@@ -40,6 +40,17 @@ class Examples:
     records: Int64[np.ndarray, " E"]
     elsewhere: int = 0
 
+    @classmethod
+    def of(cls, listed: Sequence[Example]) -> "Examples":
+        """Examples one behind the other, each of a record of its own.
+
+        Args:
+            listed: At least one.
+        """
+        tokens, learn = (np.concatenate(arrays) for arrays in zip(*listed, strict=True))
+        offsets = np.cumsum([0, *(len(one.tokens) for one in listed)], dtype=np.int64)
+        return cls(tokens, learn, offsets, {}, np.arange(len(listed)))
+
     @property
     def count(self) -> int:
         """Number of records."""

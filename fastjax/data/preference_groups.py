@@ -5,7 +5,8 @@ TRL's rotation, over the whole data set), are groups that share a row. What a gr
 of its longest documents, or the group is left out.
 """
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Bool
 
 from fastjax.data import notes
 from fastjax.data.documents import Counts
-from fastjax.data.encoded import Encoded, told
+from fastjax.data.encoded import Encoded, Say, told
 from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Example
 from fastjax.data.preferences import Role, documents_of
@@ -42,10 +43,8 @@ def encode_preferences(
     records: Sequence[PreferenceRecord],
     encoder: Encoder,
     max_seq_length: int,
-    too_long: TooLong,
     where: str,
-    progress: Callable[[str], None] | None,
-    *,
+    progress: Say | None,
     pairing: Pairing,
     max_length: int | None = None,
 ) -> Encoded:
@@ -53,10 +52,9 @@ def encode_preferences(
 
     Args:
         records: The examples.
-        encoder: Of their texts; its `loss_on` is "responses" or "last_response".
+        encoder: Of their texts; its options' `loss_on` is "responses" or "last_response". By their `too_long` a group
+            longer than a row, or an answer longer than `max_length`, is cut ("truncate") or left out ("drop").
         max_seq_length: Tokens in a row.
-        too_long: The treatment of a group longer than a row, or of an answer longer than `max_length`: "truncate" or
-            "drop".
         where: The data set's name in errors.
         progress: Takes messages for people.
         pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
@@ -66,45 +64,36 @@ def encode_preferences(
         ConfigError: A tokenizer without a chat template that is needed; a wrong option.
         DataError: No group with anything to learn.
     """
-    for name, value, known in (
-        ("loss_on", encoder.loss_on, ("responses", "last_response")),
-        ("too_long", too_long, ("truncate", "drop")),
-    ):
-        if value not in known:
+    for name, known in (("loss_on", ("responses", "last_response")), ("too_long", ("truncate", "drop"))):
+        if (value := getattr(encoder.options, name)) not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
-    encoded, noted = _encoded(encoder, records, where, progress)
-    ranked = pairing == "ranked"
-    groups = _single(records, encoded, where) if pairing == "unpaired" else _pairs(records, encoded)
-    kept: list[Group] = []
-    lost: dict[str, int] = dict.fromkeys(("no_targets", "dropped", "truncated"), 0)
-    for group in groups:
-        fate, fitted = _fitted(group, max_seq_length, max_length, too_long, ranked)
-        if fate is not None:
-            lost[fate] += 1
-        if fitted is not None:
-            kept.append(fitted)
-    if not kept:
+    answers, noted = _encoded(encoder, records, where, progress)
+    single, ranked = pairing == "unpaired", pairing == "ranked"
+    groups = _single(records, answers, where) if single else _pairs(records, answers)
+    fitted = [_fitted(group, max_seq_length, max_length, encoder.options.too_long, ranked) for group in groups]
+    fates = collections.Counter(fate for fate, _ in fitted)
+    groups = [group for _, group in fitted if group is not None]
+    if not groups:
         raise DataError(
             f"{where}: none of the {len(records):,} examples has answers to learn from within {max_seq_length:,} "
-            f"tokens, which the documents of a {'answer' if pairing == 'unpaired' else 'pair'} share: "
-            f"{lost['no_targets']:,} have nothing left to score, {lost['dropped']:,} are longer and dropped"
+            f"tokens, which the documents of a {'answer' if single else 'pair'} share: "
+            f"{fates['no_targets']:,} have nothing left to score, {fates['dropped']:,} are longer and dropped"
         )
-    same = {group.example for group in kept if _same(group, encoded[group.example])}
+    same = {group.example for group in groups if _same(group, answers[group.example])}
     notes.add(noted, {notes.IDENTICAL: sorted(same)}, records)
-    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"])
-    flat = [document for group in kept for document in group.documents]
-    sizes = [len(group.documents) for group in kept]
-    tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
-    examples = np.repeat([group.example for group in kept], sizes)
-    documents = documents_of(tokens, learnt, examples, counts, last_token=ranked)
-    fields: dict[str, Any] = {"roles": np.asarray([role for group in kept for role in group.roles], np.int32)}
+    counts = Counts(len(records), fates["truncated"], 0, fates["dropped"], fates["no_targets"])
+    sizes = [len(group.documents) for group in groups]
+    examples = np.repeat([group.example for group in groups], sizes)
+    flat = [document for group in groups for document in group.documents]
+    fields: dict[str, Any] = {"roles": np.asarray([role for group in groups for role in group.roles], np.int32)}
     if ranked:
-        fields["margins"] = np.repeat([group.margin for group in kept], sizes).astype(np.float32)
-    return Encoded(documents, noted, np.cumsum([0, *sizes]), fields, labelled=pairing == "unpaired")
+        fields["margins"] = np.repeat([group.margin for group in groups], sizes).astype(np.float32)
+    documents = documents_of(flat, examples, counts, last_token=ranked)
+    return Encoded(documents, noted, np.cumsum([0, *sizes]), fields, labelled=single)
 
 
 def _encoded(
-    encoder: Encoder, records: Sequence[PreferenceRecord], where: str, progress: Callable[[str], None] | None
+    encoder: Encoder, records: Sequence[PreferenceRecord], where: str, progress: Say | None
 ) -> tuple[list[list[Example]], notes.Notes]:
     """The answers of each record as tokens, and the records that people should know of."""
     owners = [index for index, record in enumerate(records) for _ in record.answers]

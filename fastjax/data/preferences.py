@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32
+from jaxtyping import Float32, Int
 
-from fastjax.data.documents import IGNORE, Counts, Documents
+from fastjax.data.documents import Counts, Documents
+from fastjax.data.examples import Example, Examples
 from fastjax.data.packing import PackedRows, pack_documents
 
 
@@ -68,9 +69,14 @@ def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int, *, las
                 f"answer {number}: expected at least one token of the prompt and one of the completion, "
                 f"got {len(answer.prompt)} and {len(answer.completion)}"
             )
-    tokens = [np.asarray([*a.prompt, *a.completion], np.int32) for a in answers]
-    learnt = [np.arange(len(ids)) >= len(a.prompt) for a, ids in zip(answers, tokens, strict=True)]
-    documents = documents_of(tokens, learnt, np.arange(len(answers)), Counts(len(answers)), last_token=last_token)
+    encoded = [
+        Example(
+            np.asarray([*a.prompt, *a.completion], np.int32),
+            np.repeat([False, True], [len(a.prompt), len(a.completion)]),
+        )
+        for a in answers
+    ]
+    documents = documents_of(encoded, np.arange(len(answers)), Counts(len(answers)), last_token=last_token)
     starts = np.cumsum([0, *map(len, groups)])
     for number, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
         size = int(documents.lengths[start:end].sum())
@@ -81,34 +87,20 @@ def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int, *, las
 
 
 def documents_of(
-    tokens: Sequence[Int32[np.ndarray, " _"]],
-    learnt: Sequence[Bool[np.ndarray, " _"]],
-    examples: Int[np.ndarray, " D"],
-    counts: Counts,
-    *,
-    last_token: bool = False,
+    answers: Sequence[Example], examples: Int[np.ndarray, " D"], counts: Counts, *, last_token: bool = False
 ) -> Documents:
     """Answers as documents, each from its first token to the last that is scored.
 
     Args:
-        tokens: of each, prompt and completion.
-        learnt: which of them are scored; at least one, but not the first.
+        answers: each with its prompt, and with at least one token that is scored.
         examples: each one's example, by index.
         counts: of the examples.
-        last_token: whether that is an input too, which nothing follows, and not a target alone.
+        last_token: whether the last token that is scored is an input too, which nothing follows, and not a target
+            alone.
     """
-    behind = int(last_token)
-    lasts = [int(np.flatnonzero(own)[-1]) for own in learnt]
-    pairs = list(zip(tokens, learnt, lasts, strict=True))
-    targets = [np.where(own[1 : last + 1], ids[1 : last + 1], np.int32(IGNORE)) for ids, own, last in pairs]
-    targets = [np.pad(one, (0, behind), constant_values=IGNORE) for one in targets]
-    return Documents(
-        np.concatenate([ids[: last + behind] for ids, _, last in pairs]).astype(np.int32),
-        np.concatenate(targets).astype(np.int32),
-        np.cumsum([0, *(last + behind for last in lasts)], dtype=np.int64),
-        np.asarray(examples, np.int64),
-        counts,
-    )
+    joined = Examples.of(answers)
+    flat = Documents.of(joined, len(joined.tokens), last_token=last_token)
+    return Documents(flat.tokens, flat.targets, flat.offsets, np.asarray(examples, np.int64), counts)
 
 
 def with_reference(rows: PackedRows, log_probs: Float32[np.ndarray, "R D"]) -> PackedRows:

@@ -1,30 +1,28 @@
-"""Data sets to packed rows."""
+"""Data sets to packed rows: read, split, mix, encode, pack and store, one after the other."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tokenizers
+from jaxtyping import Int64
 
-from convert.errors import shown
-from fastjax.data import cache, notes
-from fastjax.data.dataset import Dataset
-from fastjax.data.documents import Documents
-from fastjax.data.encoded import Encoded, told
+from fastjax.data import cache
+from fastjax.data.columns import parse_row
+from fastjax.data.dataset import Dataset, DataStatistics
+from fastjax.data.encoded import Say, encode_records
 from fastjax.data.encoding import Encoder
 from fastjax.data.mixture import choose, split_off
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.packing import PackedRows
+from fastjax.data.preference_columns import parse_preference
 from fastjax.data.preference_groups import encode_preferences
-from fastjax.data.records import Record
-from fastjax.data.settings import PARTS, Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
+from fastjax.data.settings import NO_CACHE, DataOptions, Exhaustion, Pairing
 from fastjax.data.sources import OpenSource, Sources, open_sources
-from fastjax.data.statistics import DataStatistics
-from fastjax.data.template_environment import strftime_at
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,39 +33,25 @@ def prepare(
     sources: Sources,
     tokenizer: "PreTrainedTokenizerFast",
     max_seq_length: int,
+    options: DataOptions = NO_CACHE,
     *,
-    chat_template: str | None = None,
-    loss_on: LossOn = "responses",
-    special_tokens: SpecialTokens = "control",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    too_long: TooLong = "truncate",
-    packing: bool = True,
-    mixture_ends: Exhaustion = "first_exhausted",
-    seed: int = 0,
-    split: tuple[float, bool] | None = None,
+    held_out: bool = False,
     preferences: tuple[Pairing, int | None] | None = None,
-    cache_dir: str | Path | None = None,
+    seed: int = 0,
     now: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> Dataset:
     """Read, mix, encode and pack data sets.
 
     Args:
         sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts), or
             several of these.
-        tokenizer: The model's tokenizer.
+        tokenizer: The model's tokenizer; it has the options' chat template afterwards.
         max_seq_length: Tokens in a row.
-        chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
-        loss_on: The target tokens; see `Encoder`.
-        special_tokens: The reading of special tokens in content; see `Encoder`.
-        chat_template_kwargs: Variables of the chat template; see `Encoder`.
-        too_long: The treatment of examples longer than a row; see `Documents`.
-        packing: Whether examples share rows.
-        mixture_ends: The end of an epoch with weights; see `choose`.
+        options: The treatment of the rows; without any the defaults, and no cache.
+        held_out: With `val_set_size`, whether the examples are those held out, or the others.
+        preferences: The pairing of answers and their `max_length` (`encode_preferences`); None: examples of one answer.
         seed: Of the random parts of a mixture.
-        split: How much is held out (`split_off`), and whether it is that which is wanted; None: everything is.
-        preferences: Of answers, their pairing and `max_length` (`encode_preferences`); None: examples of one answer.
-        cache_dir: Folder of the cache; None: no cache.
         now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: the present, or what kept data
             have, whose first run's date stays.
         progress: Takes messages for people; None: no messages.
@@ -77,130 +61,87 @@ def prepare(
         ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
         DataError: A row that cannot be used, no row at all, or none with a token to learn.
     """
-    if chat_template is not None:
-        set_chat_template(tokenizer, chat_template)
-    opened = open_sources(sources)
-    options = [
-        max_seq_length,
-        loss_on,
-        special_tokens,
-        chat_template_kwargs,
-        too_long,
-        packing,
-        chat_template is not None,
-    ]
-    folder = None
-    if cache_dir is not None:
-        key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ()), *(preferences or ())])
-        folder = Path(cache_dir).expanduser() / key
+    opened = open_data(sources, tokenizer, options)
+    size, folder = options.val_set_size, None
+    if options.cache_dir is not None:
+        split = () if size is None else (size, held_out)
+        shaping = [*shaped_by(options, max_seq_length), options.mixture_ends, seed, *split, *(preferences or ())]
+        folder = Path(options.cache_dir).expanduser() / identity(opened, tokenizer, shaping)
         found = cache.load(folder)
         if found is not None and (now is None or found[1].get("now") in (None, now)):
-            return _dataset(*found)
-    now, variables = told_time(tokenizer, now, chat_template_kwargs)
-    templated = chat_template is not None
-    records: list[list[Any]] = [
-        list(source.preferences(preferences[0], templated=templated))
-        if preferences
-        else list(source.records(templated=templated))
-        for source in opened
-    ]
-    names = [source.source.path for source in opened]
-    for name, read in zip(names, records, strict=True):
-        if not read:
-            raise DataError(f"{name}: no examples")
-    if split is not None:
-        held_out = [set(part.tolist()) for part in split_off([len(read) for read in records], split[0])]
-        records = [
-            [record for index, record in enumerate(read) if (index in part) == split[1]]
-            for read, part in zip(records, held_out, strict=True)
-        ]
-        opened = [one for one, read in zip(opened, records, strict=True) if read]
-        records = [read for read in records if read]
-        names = [source.source.path for source in opened]
-    chosen = choose([len(read) for read in records], [s.source.weight for s in opened], mixture_ends, seed)
-    if progress is not None and len(opened) > 1:
-        parts = zip(names, chosen, records, strict=True)
-        shares = [f"{name}: {len(part):,} of {len(read):,} examples" for name, part, read in parts]
-        progress(f"{'; '.join(shares)}; every epoch has the same ones, in another order")
-    used: list[Any] = []
-    order: list[np.ndarray] = []
-    for read, part in zip(records, chosen, strict=True):
-        distinct, places = np.unique(part, return_inverse=True)
-        order.append(places + len(used))
-        used += [read[index] for index in distinct.tolist()]
-    encoder = Encoder(tokenizer, loss_on, special_tokens, variables)
-    where = ", ".join(names)
+            return _kept(*found)
+    encoder, now = timed_encoder(tokenizer, options, now)
+    read = _read(opened, options, preferences)
+    if size is not None:
+        read = _split(read, size, held_out)
+    records, order = _mix(read, options.mixture_ends, seed, progress)
+    where = ", ".join(one.path for one in read)
     if preferences:
-        pairing, max_length = preferences
-        encoded = encode_preferences(
-            used, encoder, max_seq_length, too_long, where, progress, pairing=pairing, max_length=max_length
-        )
+        encoded = encode_preferences(records, encoder, max_seq_length, where, progress, *preferences)
     else:
-        encoded = encode_records(used, encoder, max_seq_length, too_long, where, progress)
-    dataset = encoded.packed(
-        used, max_seq_length, packing=packing, order=np.concatenate(order), special_tokens=special_tokens
-    )
-    dataset = dataset._replace(now=now)
+        encoded = encode_records(records, encoder, max_seq_length, where, progress)
+    dataset = encoded.packed(records, max_seq_length, options, order)._replace(now=now)
     if folder is not None:
         extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id, "now": now}
         cache.store(folder, dataset.rows, extra | {"fingerprint": dataset.fingerprint}, progress)
     return dataset
 
 
-def encode_records(
-    records: Sequence[Record],
-    encoder: Encoder,
-    max_seq_length: int,
-    too_long: TooLong,
-    where: str,
-    progress: Callable[[str], None] | None,
-) -> Encoded:
-    """Encode examples as documents that fit a row.
+def open_data(
+    sources: Sources, tokenizer: "PreTrainedTokenizerFast", options: DataOptions, *, streaming: bool = False
+) -> list[OpenSource]:
+    """Find data sets, and give the tokenizer the chat template of the options.
 
     Args:
-        records: The examples.
-        encoder: Of their texts.
-        max_seq_length: Tokens in a row.
-        too_long: The treatment of examples longer than a row; see `Documents`.
-        where: The data set's name in errors.
-        progress: Takes messages for people.
+        sources: The data sets.
+        tokenizer: The tokenizer; changed in place.
+        options: Their options.
+        streaming: As of `open_sources`.
 
     Raises:
-        ConfigError: A tokenizer without a chat template that is needed; a wrong option.
-        DataError: No example with a token to learn.
+        OSError: A missing file or data set.
+        ConfigError: No data set, a contradictory description, or a tokenizer without the template's tokens.
+        DataError: `datasets` cannot read a data set.
     """
-    parts: list[Documents] = []
-    noted: notes.Notes = {}
-    chunks = encoder.encode(records)
-    for done, examples in told(chunks, len(records), "examples", where, progress):
-        parts.append(Documents.of(examples, max_seq_length, too_long))
-        notes.add(noted, examples.noted, records[done:])
-    documents = Documents.concatenate(parts)
-    if not len(documents):
-        raise DataError(nothing_to_learn(where, documents, max_seq_length, encoder.loss_on))
-    return Encoded(documents, noted)
+    if options.chat_template is not None:
+        set_chat_template(tokenizer, options.chat_template)
+    return open_sources(sources, options.columns, streaming=streaming)
 
 
-def told_time(
-    tokenizer: "PreTrainedTokenizerFast", now: str | None, variables: dict[str, Any] | None
-) -> tuple[str | None, dict[str, Any]]:
-    """The time that a chat template tells in all rows, and its variables with the function that tells it.
+def timed_encoder(
+    tokenizer: "PreTrainedTokenizerFast", options: DataOptions, now: str | None
+) -> tuple[Encoder, str | None]:
+    """The encoder of a data set, and the time that the chat template tells in all of its rows.
 
     Args:
         tokenizer: The tokenizer, with the chat template.
+        options: Of the data.
         now: The time in ISO 8601; None: the present.
-        variables: Of the chat template.
 
     Returns:
-        The time; None: the template asks for none. And the variables.
+        The encoder; and the time, None where the template asks for none.
     """
-    if "strftime_now" not in str(tokenizer.chat_template):
-        return None, variables or {}
-    now = now or datetime.now().isoformat(timespec="seconds")
-    return now, {"strftime_now": strftime_at(now), **(variables or {})}
+    if "strftime_now" in str(tokenizer.chat_template):
+        now = now or datetime.now().isoformat(timespec="seconds")
+    else:
+        now = None
+    return Encoder(tokenizer, options, now), now
 
 
-def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast", options: Any) -> str:
+def shaped_by(options: DataOptions, max_seq_length: int) -> list[Any]:
+    """The options by which an example becomes documents of rows, for `identity`.
+
+    Args:
+        options: Of the data.
+        max_seq_length: Tokens in a row.
+    """
+    return [
+        *(max_seq_length, options.loss_on, options.special_tokens, options.chat_template_kwargs),
+        *(options.too_long, options.packing, options.chat_template is not None),
+    ]
+
+
+def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast", shaping: Sequence[Any]) -> str:
     """A fingerprint of everything that shapes prepared data, without preparing them.
 
     The date of a template that writes one is not part of it.
@@ -208,7 +149,7 @@ def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast",
     Args:
         opened: The data sets.
         tokenizer: The tokenizer, with the chat template.
-        options: Everything else, as JSON.
+        shaping: Everything else, as JSON.
 
     Returns:
         Hexadecimal digits.
@@ -223,31 +164,60 @@ def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast",
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
-        "options": options,
+        "options": shaping,
     }
     return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def nothing_to_learn(where: str, documents: Documents, max_seq_length: int, loss_on: LossOn) -> str:
-    """The message for data without a target token.
-
-    Args:
-        where: The data set.
-        documents: Its documents, none, with their counts.
-        max_seq_length: Tokens in a row.
-        loss_on: The target tokens.
-    """
-    counts = documents.counts
-    missing = (
-        f"text behind {shown(loss_on[PARTS[1]], 80)}" if isinstance(loss_on, dict) else "response by the assistant"
-    )
-    dropped = f"; {counts.dropped:,} are longer and dropped" if counts.dropped else ""
-    return (
-        f"{where}: none of the {counts.examples:,} examples has a token to learn: no {missing} "
-        f"within the first {max_seq_length:,} tokens{dropped}"
-    )
+class _ReadSet(NamedTuple):
+    path: str
+    weight: float | None
+    records: list[Any]
 
 
-def _dataset(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
+def _read(
+    opened: Iterable[OpenSource], options: DataOptions, preferences: tuple[Pairing, int | None] | None
+) -> list[_ReadSet]:
+    how: dict[str, Any] = {"templated": options.chat_template is not None}
+    if preferences is None:
+        how["parse"] = parse_row
+    else:
+        how |= {"parse": parse_preference, "pairing": preferences[0]}
+    read = [_ReadSet(one.source.path, one.source.weight, list(one.records(**how))) for one in opened]
+    for one in read:
+        if not one.records:
+            raise DataError(f"{one.path}: no examples")
+    return read
+
+
+def _split(read: Sequence[_ReadSet], size: float, held_out: bool) -> list[_ReadSet]:
+    """Of each data set the examples that are held out, or the others; without those of which nothing is left."""
+    chosen = []
+    for one, numbers in zip(read, split_off([len(one.records) for one in read], size), strict=True):
+        apart = set(numbers.tolist())
+        records = [record for number, record in enumerate(one.records) if (number in apart) == held_out]
+        chosen.append(one._replace(records=records))
+    return [one for one in chosen if one.records]
+
+
+def _mix(
+    read: Sequence[_ReadSet], ends: Exhaustion, seed: int, progress: Say | None
+) -> tuple[list[Any], Int64[np.ndarray, " _"]]:
+    """The examples of an epoch, each once, and their order in it with repetitions."""
+    chosen = choose([len(one.records) for one in read], [one.weight for one in read], ends, seed)
+    if progress is not None and len(read) > 1:
+        pairs = zip(read, chosen, strict=True)
+        shares = [f"{one.path}: {len(part):,} of {len(one.records):,} examples" for one, part in pairs]
+        progress(f"{'; '.join(shares)}; every epoch has the same ones, in another order")
+    records: list[Any] = []
+    order: list[np.ndarray] = []
+    for one, part in zip(read, chosen, strict=True):
+        distinct, places = np.unique(part, return_inverse=True)
+        order.append(places + len(records))
+        records += [one.records[number] for number in distinct.tolist()]
+    return records, np.concatenate(order)
+
+
+def _kept(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
     statistics = DataStatistics(**extra["statistics"])
     return Dataset(rows, statistics, extra["fingerprint"], extra["max_token_id"], True, extra.get("now"))

@@ -1,10 +1,13 @@
-"""Settings of a data set: its place, the meaning of its columns, the treatment of its rows."""
+"""Options of data: the place of a data set, the meaning of its columns, the treatment of its rows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from annotated_types import Interval, MinLen
+from annotated_types import MinLen, Predicate
 
+from convert.errors import shown
+from fastjax.errors import ConfigError
 from fastjax.options import checked
+from fastjax.options.kinds import Positive, is_count_or_share
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """Role of a message."""
@@ -48,10 +51,58 @@ class DataSource:
     """the data set's configuration, `load_dataset`'s second argument."""
     split: str | None = None
     """the part to read, slices included: "train", "train[:10%]"; null: "train"."""
-    weight: Annotated[float, Interval(gt=0)] | None = None
+    weight: Positive | None = None
     """share of this data set in the mixture's examples, relative to the other weights; null in all: every data set
     whole."""
     streaming: bool = False
     """read while training instead of before; needs training.max_steps."""
     columns: dict[str, str] | None = None
     """what the columns are called here, for instance {prompt: question, completion: answer}."""
+
+
+@checked("data")
+class DataOptions:
+    """The treatment of data sets' rows: a run's section `data` without the data sets themselves."""
+
+    val_set_size: (
+        Annotated[int | float, Predicate(is_count_or_share), "a whole number from 1 or a share between 0 and 1"] | None
+    ) = None
+    """hold so many examples of the training data out, or a share of them below 1, of each data set its part, the same
+    ones whatever training.seed is; null: none."""
+    columns: dict[str, str] | None = None
+    """names of the columns of data sets without their own: {prompt: question, completion: answer}."""
+    mixture_ends: Exhaustion = "first_exhausted"
+    """with weights: first_exhausted (an epoch ends before any example would be repeated; of the other data sets it has
+    a random part) or all_exhausted (no example is left out; the others repeat). Streamed data have no epochs: a data
+    set begins again at its own end, and the others go on."""
+    chat_template: str | None = None
+    """chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved with the
+    tokenizer; prompt and completion then are a user's and an assistant's message. null: the tokenizer's own, for
+    conversations only."""
+    loss_on: LossOn = "responses"
+    """the tokens to learn: the assistant's responses, its last_response, or all; or a list of roles whose messages are
+    learnt, such as [assistant, tool]; or, for texts that hold conversations, {instruction_part: …, response_part: …},
+    what begins an instruction and a response, of which what the responses say is learnt."""
+    special_tokens: SpecialTokens = "control"
+    """the reading of the tokenizer's special tokens in rows, such as <|im_end|> in a user's message: control (that
+    token, as in transformers) or text (its letters; only the template writes control tokens). Rows that hold any are
+    counted."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """variables of the chat template in every conversation, such as {enable_thinking: false}; a row's own, in a column
+    of this name, stand before them."""
+    too_long: TooLong = "truncate"
+    """the treatment of an example longer than max_seq_length: truncate (its beginning is kept), split (into pieces that
+    do not see each other) or drop."""
+    packing: bool = True
+    """put several documents into one row; false: one document a row, padded."""
+    cache_dir: str | None = "~/.cache/fastjax/data"
+    """folder of the prepared data, kept for the next run; null: none."""
+
+    def __post_init__(self) -> None:
+        parts = self.loss_on
+        if isinstance(parts, dict) and not (parts.keys() == set(PARTS) and all(parts.values())):
+            raise ConfigError(f"data.loss_on: expected {' and '.join(PARTS)}, which are not empty, got {shown(parts)}")
+
+
+NO_CACHE = DataOptions(cache_dir=None)
+"""The options of data that are prepared each time."""

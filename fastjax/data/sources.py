@@ -11,16 +11,15 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.errors import shorten
 from fastjax.data.columns import check_columns, parse_row
 from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nulls
-from fastjax.data.preference_columns import parse_preference
-from fastjax.data.records import PreferenceRecord, Record
-from fastjax.data.settings import DataSource, Pairing
+from fastjax.data.records import Record
+from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError, DataError
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
@@ -39,12 +38,13 @@ class OpenSource(NamedTuple):
     files: tuple[Path, ...] | None
     dataset: Any = None
 
-    def records(self, *, templated: bool = False, skip: int = 0) -> Iterator[Record]:
+    def records(self, parse: Callable[..., Any] = parse_row, skip: int = 0, **how: Any) -> Iterator[Any]:
         """Read the examples.
 
         Args:
-            templated: See `parse_row`.
+            parse: Makes an example of a row: `parse_row`, or `parse_preference`.
             skip: Examples to skip at the beginning.
+            how: Further arguments of `parse`.
 
         Yields:
             The examples, in order.
@@ -54,24 +54,7 @@ class OpenSource(NamedTuple):
             DataError: A row that cannot be used.
         """
         for row, where in self.rows(skip):
-            yield parse_row(row, where, self.source.columns, templated=templated)
-
-    def preferences(self, pairing: Pairing, *, templated: bool = False) -> Iterator[PreferenceRecord]:
-        """Read the examples of a data set of preferences.
-
-        Args:
-            pairing: See `parse_preference`.
-            templated: See `parse_row`.
-
-        Yields:
-            The examples, in order.
-
-        Raises:
-            OSError: A file that cannot be read.
-            DataError: A row that cannot be used.
-        """
-        for row, where in self.rows():
-            yield parse_preference(row, where, self.source.columns, pairing=pairing, templated=templated)
+            yield parse(row, where, self.source.columns, **how)
 
     def identity(self) -> str:
         """A fingerprint of the contents: of every byte of the files, or `datasets`' own.
@@ -173,11 +156,14 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
     return OpenSource(DataSource(name, columns=columns), None, rows)
 
 
-def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSource]:
+def open_sources(
+    sources: Sources, columns: dict[str, str] | None = None, *, streaming: bool = False
+) -> list[OpenSource]:
     """Find data sets.
 
     Args:
         sources: The data sets; a list of dicts is one.
+        columns: Names of the columns of data sets without their own.
         streaming: Let `datasets` stream them instead of fetching them first.
 
     Returns:
@@ -193,20 +179,26 @@ def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSourc
         listed = list(sources)
     if not listed:
         raise ConfigError("expected at least one data set, got none")
-    return [_open_one(item, f"data set {number}", streaming) for number, item in enumerate(listed, start=1)]
+    return [_open_one(item, f"data set {number}", columns, streaming) for number, item in enumerate(listed, start=1)]
 
 
 def _are_rows(listed: Sequence[Any]) -> bool:
     return bool(listed) and isinstance(listed[0], Mapping) and not hasattr(listed[0], "column_names")
 
 
-def _open_one(item: Any, name: str, streaming: bool) -> OpenSource:
+def _open_one(item: Any, name: str, columns: dict[str, str] | None, streaming: bool) -> OpenSource:
     if isinstance(item, OpenSource):
         return item
     if not isinstance(item, _NAMED):
-        return given_rows(item, name)
+        return given_rows(item, name, columns)
     source = item if isinstance(item, DataSource) else DataSource(str(item))
-    return _open(dataclasses.replace(source, streaming=streaming))
+    columns = columns if source.columns is None else source.columns
+    source = dataclasses.replace(source, streaming=streaming, columns=columns)
+    found = _find(source)
+    if found is not None:
+        return found
+    path = _expanded(source)
+    return _of_folder(source, path) if Path(path).is_dir() else OpenSource(source, None, _load(source, path))
 
 
 def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:
@@ -239,14 +231,6 @@ def check_sources(sources: Iterable[DataSource]) -> None:
     """
     for source in sources:
         _find(source)
-
-
-def _open(source: DataSource) -> OpenSource:
-    found = _find(source)
-    if found is not None:
-        return found
-    path = _expanded(source)
-    return _of_folder(source, path) if Path(path).is_dir() else OpenSource(source, None, _load(source, path))
 
 
 def _expanded(source: DataSource) -> str:

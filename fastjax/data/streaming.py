@@ -11,7 +11,7 @@ the number of rows dealt out; the window is made again from them.
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,17 +20,17 @@ from jaxtyping import Int, Int64
 from fastjax.data import notes
 from fastjax.data.batches import Batch, stack
 from fastjax.data.documents import Counts, Documents
+from fastjax.data.encoded import Say, nothing_to_learn
 from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Examples
 from fastjax.data.mixture import next_source
-from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, Rows, pack_documents
 from fastjax.data.prefetch import prefetched
-from fastjax.data.prepare import identity, nothing_to_learn, told_time
+from fastjax.data.prepare import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.records import Record
-from fastjax.data.settings import LossOn, SpecialTokens, TooLong
-from fastjax.data.sources import OpenSource, Sources, open_sources
+from fastjax.data.settings import NO_CACHE, DataOptions
+from fastjax.data.sources import OpenSource, Sources
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,29 +92,22 @@ class StreamedBatches:
         sources: Sequence[OpenSource],
         encoder: Encoder,
         max_seq_length: int,
-        batch_size: int,
-        accumulation_steps: int = 1,
-        *,
-        too_long: TooLong = "truncate",
-        packing: bool = True,
-        seed: int = 0,
-        templated: bool = False,
-        fingerprint: str = "",
-        now: str | None = None,
-        progress: Callable[[str], None] | None = None,
+        shape: tuple[int, int],
+        seed: int,
+        now: str | None,
+        progress: Say | None,
     ):
-        """See `stream`."""
-        self.fingerprint, self.now = fingerprint, now
+        """See `stream`; the shape is that of a batch, (A, B)."""
+        options = encoder.options
+        shaping = [*shaped_by(options, max_seq_length), seed]
+        self.fingerprint, self.now = identity(sources, encoder.tokenizer, shaping), now
         self.counts = Counts()
         self.notes: notes.Notes = {}
         self._sources = list(sources)
         self._encoder = encoder
         self._row_length = max_seq_length
-        self._shape = (accumulation_steps, batch_size)
-        self._too_long: TooLong = too_long
-        self._packing = packing
+        self._shape = shape
         self._seed = seed
-        self._templated = templated
         self._progress = progress
         self._positions: dict[int, dict[str, Any]] = {}
         self._numbers: dict[int, np.ndarray] = {}
@@ -223,7 +216,8 @@ class StreamedBatches:
         return stack(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
 
     def _make_windows(self, place: Place) -> Iterator[_Window]:
-        reader = _Reader(self._sources, place, self._templated)
+        options = self._encoder.options
+        reader = _Reader(self._sources, place, templated=options.chat_template is not None)
         while True:
             reader.restarts = [0] * len(self._sources)
             records: list[Record] = []
@@ -234,17 +228,17 @@ class StreamedBatches:
                 records += chunk
                 for examples in self._encoder.encode(chunk):
                     self._note(examples, records[sum(part.counts.examples for part in parts) :])
-                    parts.append(Documents.of(examples, self._row_length, self._too_long))
+                    parts.append(Documents.of(examples, self._row_length, options.too_long))
                     tokens += len(parts[-1].tokens)
                 if not tokens and min(reader.restarts) > 1:  # all of every data set was seen
                     names = ", ".join(source.source.path for source in self._sources)
                     raise DataError(
-                        nothing_to_learn(names, Documents.concatenate(parts), self._row_length, self._encoder.loss_on)
+                        nothing_to_learn(names, Documents.concatenate(parts), self._row_length, options.loss_on)
                     )
             documents = Documents.concatenate(parts)
             self.counts = Counts(*np.add(self.counts, documents.counts).tolist())
             origins = Origins.of(record.where for record in records)
-            rows = pack_documents(documents, self._row_length, packing=self._packing, origins=origins)
+            rows = pack_documents(documents, self._row_length, packing=options.packing, origins=origins)
             yield _Window(place, rows, np.random.default_rng((self._seed, place.window)).permutation(len(rows)))
             place = reader.place(place.window + 1, place.rows + len(rows))
 
@@ -252,7 +246,9 @@ class StreamedBatches:
         """Count rows that people should know of, and report the first of each kind."""
         for kind in notes.add(self.notes, examples.noted, records):
             if self._progress is not None:
-                self._progress(f"{self.notes[kind][1]}: the first row {notes.say(kind, self._encoder.special_tokens)}")
+                self._progress(
+                    f"{self.notes[kind][1]}: the first row {notes.say(kind, self._encoder.options.special_tokens)}"
+                )
 
 
 class _Reader:
@@ -315,16 +311,11 @@ def stream(
     max_seq_length: int,
     batch_size: int,
     accumulation_steps: int = 1,
+    options: DataOptions = NO_CACHE,
     *,
-    chat_template: str | None = None,
-    loss_on: LossOn = "responses",
-    special_tokens: SpecialTokens = "control",
-    chat_template_kwargs: dict[str, Any] | None = None,
-    too_long: TooLong = "truncate",
-    packing: bool = True,
     seed: int = 0,
     now: str | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> StreamedBatches:
     """Batches from data sets that are read during training.
 
@@ -334,16 +325,11 @@ def stream(
     Args:
         sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts), or
             several of these.
-        tokenizer: The model's tokenizer.
+        tokenizer: The model's tokenizer; it has the options' chat template afterwards.
         max_seq_length: Tokens in a row.
         batch_size: Rows in a microbatch (B).
         accumulation_steps: Microbatches in a batch (A).
-        chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
-        loss_on: The target tokens; see `Encoder`.
-        special_tokens: The reading of special tokens in content; see `Encoder`.
-        chat_template_kwargs: Variables of the chat template; see `Encoder`.
-        too_long: The treatment of examples longer than a row; see `Documents`.
-        packing: Whether examples share rows.
+        options: The treatment of the rows; nothing is held out, and nothing kept.
         seed: Of the order of the rows.
         now: As of `prepare`.
         progress: Takes a message at the first row with special tokens in its content.
@@ -356,31 +342,6 @@ def stream(
         ConfigError: A tokenizer without EOS or the template's tokens; a wrong option.
         DataError: `datasets` cannot read a data set.
     """
-    if chat_template is not None:
-        set_chat_template(tokenizer, chat_template)
-    opened = open_sources(sources, streaming=True)
-    options = [
-        max_seq_length,
-        loss_on,
-        special_tokens,
-        chat_template_kwargs,
-        too_long,
-        packing,
-        chat_template is not None,
-        seed,
-    ]
-    now, variables = told_time(tokenizer, now, chat_template_kwargs)
-    return StreamedBatches(
-        opened,
-        Encoder(tokenizer, loss_on, special_tokens, variables),
-        max_seq_length,
-        batch_size,
-        accumulation_steps,
-        too_long=too_long,
-        packing=packing,
-        seed=seed,
-        templated=chat_template is not None,
-        fingerprint=identity(opened, tokenizer, options),
-        now=now,
-        progress=progress,
-    )
+    opened = open_data(sources, tokenizer, options, streaming=True)
+    encoder, now = timed_encoder(tokenizer, options, now)
+    return StreamedBatches(opened, encoder, max_seq_length, (accumulation_steps, batch_size), seed, now, progress)

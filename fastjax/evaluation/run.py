@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastjax.data import Encoder
-from fastjax.data.settings import DataSource
+from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import open_sources
 from fastjax.errors import ConfigError, DataError
 from fastjax.evaluation.scoring import completion_scores
@@ -162,7 +162,7 @@ def _choice(
     model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
 ) -> list[dict[str, Any]]:
     tokenizer: Any = model.tokenizer
-    encoder = Encoder(tokenizer, chat_template_kwargs=variables)
+    encoder = Encoder(tokenizer, DataOptions(chat_template_kwargs=variables))
     examples = []
     for row in rows:
         asked = _asked(task, row, shots)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from fastjax.data import Encoder
+from fastjax.data import DataOptions, Encoder
 from fastjax.data.columns import describe, parse_messages
 from fastjax.data.records import Message
 from fastjax.data.settings import SpecialTokens
@@ -57,7 +57,8 @@ def answer(
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
-    encoder = Encoder(tokenizer, special_tokens=special_tokens, chat_template_kwargs=chat_template_kwargs)
+    variables = dict(chat_template_kwargs or {})
+    encoder = Encoder(tokenizer, DataOptions(special_tokens=special_tokens, chat_template_kwargs=variables))
     encoded = encode_prompts(encoder, prompts, chat=chat)
     stops = stop_tokens(model, encoder)
     answers: list[list[int]] = []

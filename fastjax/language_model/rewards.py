@@ -94,9 +94,7 @@ def rewards(model: LanguageModel, examples: Sequence[Any], *, batch_size: int = 
         if not one.learn.any():
             raise DataError(f"example {number}: expected one that ends with an answer, got none")
     numbers = np.arange(len(encoded))
-    counts = Counts(len(encoded))
-    tokens, learnt = [one.tokens for one in encoded], [one.learn for one in encoded]
-    documents = documents_of(tokens, learnt, numbers, counts, last_token=True)
+    documents = documents_of(encoded, numbers, Counts(len(encoded)), last_token=True)
     longest = int(documents.lengths.max())
     if longest > model.max_seq_length:
         where = int(documents.lengths.argmax())

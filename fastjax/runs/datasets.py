@@ -127,30 +127,17 @@ def load_datasets(
     sources: dict[str, list[Any]] = {name: list(given.get(name) or data.sources(name)) for name in ("train", "eval")}
     named = [source for listed in sources.values() for source in listed if isinstance(source, DataSource)]
     check_sources(named)  # before the first of them is encoded
-    shared: Any = {
-        "chat_template": data.chat_template,
-        "loss_on": data.loss_on,
-        "special_tokens": data.special_tokens,
-        "chat_template_kwargs": data.chat_template_kwargs,
-        "too_long": data.too_long,
-        "packing": data.packing,
-        "seed": settings.seed,
-        "progress": progress,
-    }
     pairing = config.preferences.pairing
     answers = None if pairing is None else (pairing, config.preferences.max_length)
-    kept: Any = shared | {"mixture_ends": data.mixture_ends, "cache_dir": data.cache_dir, "preferences": answers}
+    shared: Any = {"options": data, "seed": settings.seed, "progress": progress}
+    kept: Any = shared | {"preferences": answers}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = stream(sources["train"], tokenizer, length, size, parts, now=now, **shared)
     else:
-        size = data.val_set_size
-        train = prepare(
-            sources["train"], tokenizer, length, split=None if size is None else (size, False), now=now, **kept
-        )
-        if size is not None:
-            return train, prepare(sources["train"], tokenizer, length, split=(size, True), now=train.now, **kept)
-    return train, prepare(sources["eval"], tokenizer, length, now=train.now, **kept) if sources["eval"] else None
+        train = prepare(sources["train"], tokenizer, length, now=now, **kept)
+    apart = sources["eval"] if data.val_set_size is None else sources["train"]
+    return train, prepare(apart, tokenizer, length, held_out=True, now=train.now, **kept) if apart else None
 
 
 def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:

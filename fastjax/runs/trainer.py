@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from fastjax.data.records import Record
-from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
+from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
@@ -48,8 +48,17 @@ Data = str | Path | DataSource | Iterable[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainerSettings:
-    """The settings of a trainer; those of the data are `DataSection`'s.
+class _RunSettings:
+    output: OutputSection | str
+    training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
+    max_seq_length: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings(DataOptions, _RunSettings):
+    """The settings of a trainer; further ones are those of `DataOptions`.
 
     Attributes:
         output: the output folder, or the whole section.
@@ -57,33 +66,7 @@ class TrainerSettings:
         optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
         preferences: learning from chosen and rejected answers.
         max_seq_length: tokens of a row, where these are fewer than the model's; None: as many.
-        val_set_size: as of `DataSection`.
-        columns: likewise.
-        chat_template: likewise.
-        loss_on: likewise.
-        special_tokens: likewise.
-        chat_template_kwargs: as of `DataSection`.
-        too_long: likewise.
-        packing: likewise.
-        mixture_ends: likewise.
-        cache_dir: likewise, of data in files; data in memory are prepared each time.
     """
-
-    output: OutputSection | str
-    training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
-    max_seq_length: int | None = None
-    val_set_size: int | float | None = DataSection.val_set_size
-    columns: dict[str, str] | None = DataSection.columns
-    chat_template: str | None = DataSection.chat_template
-    loss_on: LossOn = DataSection.loss_on
-    special_tokens: SpecialTokens = DataSection.special_tokens
-    chat_template_kwargs: dict[str, Any] | None = DataSection.chat_template_kwargs
-    too_long: TooLong = DataSection.too_long
-    packing: bool = DataSection.packing
-    mixture_ends: Exhaustion = DataSection.mixture_ends
-    cache_dir: str | None = DataSection.cache_dir
 
 
 class Event(NamedTuple):
@@ -282,7 +265,7 @@ def first_record(data: Data, name: str, columns: dict[str, str] | None = None) -
         OSError: a file that cannot be read.
     """
     named = _named(data)
-    opened = [given_rows(data, name, columns)] if named is None else open_sources(named)
+    opened = [given_rows(data, name, columns)] if named is None else open_sources(named, columns)
     return next(opened[0].records(), None)
 
 
@@ -324,8 +307,9 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         known = {field.name for field in dataclasses.fields(LoraSection)}
         lora = LoraSection(**{key: value for key, value in dataclasses.asdict(model.lora).items() if key in known})
     output = settings.output if isinstance(settings.output, OutputSection) else OutputSection(settings.output)
-    others = {field.name for field in dataclasses.fields(DataSection)} - {"train", "eval"}
-    data = DataSection(**paths, **{name: getattr(settings, name) for name in others})
+    data = DataSection(
+        **paths, **{field.name: getattr(settings, field.name) for field in dataclasses.fields(DataOptions)}
+    )
     return TrainConfig(
         section, data, output, lora, settings.optimizer, settings.training, preferences=settings.preferences
     )

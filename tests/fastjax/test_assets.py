@@ -8,6 +8,7 @@ import pytest
 
 import fastjax
 from fastjax.data import Encoder, load_tokenizer, prepare, read_jsonl
+from tests.support.data import uncached
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
 SCRIPTS = Path(fastjax.__file__).parents[1] / "scripts"
@@ -78,9 +79,11 @@ def test_the_small_data_sets_fit_their_recipes():
     tokenizer = load_tokenizer(ASSETS / "tiny-llama")
     for name in ("tiny-text", "tiny-answers", "tiny-pairs"):
         assert sum(file.stat().st_size for file in (ASSETS / name).iterdir()) < 110_000
-    text = prepare(ASSETS / "tiny-text" / "train.jsonl", tokenizer, 256, too_long="split")
+    text = prepare(ASSETS / "tiny-text" / "train.jsonl", tokenizer, 256, uncached(too_long="split"))
     assert text.statistics.split > 0  # some are longer than a row
-    answers = prepare(ASSETS / "tiny-answers" / "train.jsonl", tokenizer, 256, loss_on="last_response", too_long="drop")
+    answers = prepare(
+        ASSETS / "tiny-answers" / "train.jsonl", tokenizer, 256, uncached(loss_on="last_response", too_long="drop")
+    )
     assert answers.statistics.dropped == 0
     assert answers.statistics.target_tokens == 2 * answers.statistics.examples  # a colour and the end of the turn
 

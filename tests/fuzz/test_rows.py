@@ -16,6 +16,7 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.preference_columns import parse_preference
 from fastjax.errors import ConfigError, DataError
 from tests.support import hostile, tokenizers
+from tests.support.data import uncached
 from tests.support.fuzz import fuzz
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -67,7 +68,7 @@ def encoders():
             tokenizer = make()
             if template is not None:
                 set_chat_template(tokenizer, template)
-            found.append(Encoder(tokenizer, special_tokens=special))
+            found.append(Encoder(tokenizer, uncached(special_tokens=special)))
     return found
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from fastjax.data import Batches, DataSource, prepare, stream
 from fastjax.data import cache as cache_module
+from tests.support.data import uncached
 
 
 @pytest.fixture
@@ -18,8 +19,9 @@ def file(write_rows):
 def prepared(file, tmp_path, make_tokenizer):
     tokenizer = make_tokenizer("chatml")
 
-    def run(source=file, length=32, **options):
-        return prepare(source, tokenizer, length, **({"cache_dir": tmp_path / "cache"} | options))
+    def run(source=file, length=32, progress=None, **options):
+        given = uncached(**({"cache_dir": str(tmp_path / "cache")} | options))
+        return prepare(source, tokenizer, length, given, progress=progress)
 
     return run
 
@@ -52,7 +54,7 @@ def test_the_time_that_a_template_tells_stays(write_rows, tmp_path, make_tokeniz
     file = write_rows("chats.jsonl", [{"messages": chat} for chat in chats])
 
     def run(now):
-        return prepare(file, tokenizer, 64, cache_dir=tmp_path / "cache", now=now)
+        return prepare(file, tokenizer, 64, uncached(cache_dir=str(tmp_path / "cache")), now=now)
 
     made, kept, other, again = run(first), run(None), run(later), run(first)
     assert [data.from_cache for data in (made, kept, other, again)] == [False, True, False, False]
@@ -88,7 +90,7 @@ def test_whatever_shapes_the_rows_makes_another_entry(prepared, file, tmp_path, 
     assert file.stat().st_size == before.st_size and not prepared().from_cache
     other = make_tokenizer("chatml")
     other.add_tokens(["answer"])
-    assert not prepare(file, other, 32, cache_dir=tmp_path / "cache").from_cache
+    assert not prepare(file, other, 32, uncached(cache_dir=str(tmp_path / "cache"))).from_cache
 
 
 def test_the_fingerprint_is_of_the_rows_not_of_the_place(prepared, file, tmp_path):
@@ -121,7 +123,7 @@ def test_a_damaged_entry_is_made_again(prepared, tmp_path, damage):
 def test_a_cache_that_cannot_be_written_is_said_and_no_failure(prepared, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="the prepared data are not kept for the next run: .*file"):
-        assert len(prepared(cache_dir=tmp_path / "file" / "cache").rows)
+        assert len(prepared(cache_dir=str(tmp_path / "file" / "cache")).rows)
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -8,6 +8,7 @@ from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
 from fastjax.data.documents import Documents
 from fastjax.data.prepare import prepare
 from fastjax.errors import ConfigError, DataError
+from tests.support.data import uncached
 
 CHAT = [
     {"role": "user", "content": "the user asked 世界"},
@@ -21,7 +22,7 @@ SYSTEM = [{"role": "system", "content": "the assistant"}, *CHAT[:2]]
 def encode(tokenizer, record, loss_on="responses"):
     """An example as [text, text, …], alternately not learnt and learnt, and its token ids."""
     record = TextRecord(record, "x") if isinstance(record, str) else ChatRecord(record, "x")
-    ((example,),) = Encoder(tokenizer, loss_on).encode([record])
+    ((example,),) = Encoder(tokenizer, uncached(loss_on=loss_on)).encode([record])
     borders = [0, *(np.flatnonzero(np.diff(example.learn)) + 1), len(example.tokens)]
     assert not example.learn[0]
     pieces = [tokenizer.decode(example.tokens[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
@@ -103,7 +104,7 @@ def test_responses_that_the_row_excludes_are_not_learnt(make_tokenizer, template
     assert ("what the answer is" in learnt, "the end" in learnt) == (first is not False, last is not False)
     ends = [index for index in np.flatnonzero(example.learn) if example.tokens[index] in (1, 3)]
     assert len(ends) == (first is not False) + (last is not False)
-    ((only,),) = Encoder(tokenizer, "last_response").encode([record])
+    ((only,),) = Encoder(tokenizer, uncached(loss_on="last_response")).encode([record])
     assert ("the end" in tokenizer.decode(only.tokens[only.learn])) == (last is not False)
 
 
@@ -114,13 +115,13 @@ def test_a_row_that_asks_for_what_is_not_learnt_is_refused(make_tokenizer):
         DataError, match=r"^rows.jsonl:7: messages\[0\] is to be learnt .* but is the user's.*loss_on: all"
     ):
         list(Encoder(tokenizer).encode([asked]))
-    list(Encoder(tokenizer, "all").encode([asked]))
+    list(Encoder(tokenizer, uncached(loss_on="all")).encode([asked]))
     given = ChatRecord(CHAT, "rows.jsonl:7", prompt=2, train=(None, True, None, None))
     with pytest.raises(DataError, match=r"^rows.jsonl:7: messages\[1\] is to be learnt .* part of the prompt"):
         list(Encoder(tokenizer).encode([given]))
     excluded = ChatRecord(CHAT, "rows.jsonl:7", train=(None, False, None, None))
     with pytest.raises(DataError, match=r"^rows.jsonl:7: messages\[1\] is not to be learnt .* but loss_on is all"):
-        list(Encoder(tokenizer, "all").encode([excluded]))
+        list(Encoder(tokenizer, uncached(loss_on="all")).encode([excluded]))
 
 
 CALLS = [
@@ -219,14 +220,14 @@ def test_roles_to_learn_and_messages_that_are_not(make_tokenizer):
     flags = (None, False, None, True, False, None, True)
     record = ChatRecord(CALLS, "x", prompt=1, train=flags)
     tokenizer = make_tokenizer("chatml")
-    ((example,),) = Encoder(tokenizer, ["system", "user", "tool"]).encode([record])
+    ((example,),) = Encoder(tokenizer, uncached(loss_on=["system", "user", "tool"])).encode([record])
     assert tokenizer.decode(example.tokens[example.learn]) == "one<|im_end|>the end<|im_end|>"
     with pytest.raises(DataError, match=r"x: messages\[6\] is to be learnt .* only tool is learnt; leave it out, name"):
-        list(Encoder(tokenizer, ["tool"]).encode([record]))
+        list(Encoder(tokenizer, uncached(loss_on=["tool"])).encode([record]))
     with pytest.raises(DataError, match=r"x: the chat template does not write messages\[0\], the user's, by itself"):
         encode(make_tokenizer("{{ messages | length }}"), CHAT, ["user"])
-    with pytest.raises(ConfigError, match=r"or a list of roles \(system, .*\), .*, got \['model'\]"):
-        Encoder(tokenizer, ["model"])
+    with pytest.raises(ConfigError, match=r"or a list of some of system, .*, got \['model'\]"):
+        uncached(loss_on=["model"])
 
 
 def test_everything_is_learnt_on_request(make_tokenizer):
@@ -345,8 +346,10 @@ def test_a_token_of_the_post_processor_without_ids(make_tokenizer, wrapped):
 def test_what_cannot_be_done_is_said(make_tokenizer):
     with pytest.raises(ConfigError, match="has no eos_token"):
         Encoder(make_tokenizer("chatml", eos_token=None))
-    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, or .*, got 'answers'"):
-        Encoder(make_tokenizer("chatml"), "answers")
+    with pytest.raises(
+        ConfigError, match="loss_on: expected one of responses, last_response, all or .*, got 'answers'"
+    ):
+        uncached(loss_on="answers")
     with pytest.raises(ConfigError, match="has no chat template"):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)
     with pytest.raises(DataError, match="the prompt: the chat template refuses"):
@@ -364,19 +367,21 @@ def test_of_a_text_the_responses_are_learnt_by_what_begins_them(make_tokenizer):
         chat += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}\n"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     records = [TextRecord(text, "w"), TextRecord("no conversation", "w"), TextRecord("a" + "b", "w", prompt=1)]
-    ((by_parts, without, completion),) = Encoder(tokenizer, PARTS).encode(records)
+    ((by_parts, without, completion),) = Encoder(tokenizer, uncached(loss_on=PARTS)).encode(records)
     (((by_template),),) = Encoder(tokenizer).encode([ChatRecord(chat, "w")])
     assert by_parts.tokens.tolist() == by_template.tokens.tolist()
     assert by_parts.learn.tolist() == by_template.learn.tolist() and 0 < by_parts.learn.sum() < len(by_parts.learn)
     assert not without.learn.any() and completion.learn.any()
     cut = PARTS["response_part"] + "said"
-    ((cut, _),) = Encoder(tokenizer, PARTS).encode([TextRecord(cut, "w"), TextRecord(text, "w")])
+    ((cut, _),) = Encoder(tokenizer, uncached(loss_on=PARTS)).encode([TextRecord(cut, "w"), TextRecord(text, "w")])
     assert tokenizer.decode(cut.tokens[cut.learn]) == "said" + tokenizer.eos_token  # a text's end is learnt
     with pytest.raises(DataError, match=r"^w: a response_part stands in it, but the instruction_part, 'User:', in no"):
-        list(Encoder(tokenizer, PARTS | {"instruction_part": "User:"}).encode([TextRecord(text, "w")]))
+        list(
+            Encoder(tokenizer, uncached(loss_on=PARTS | {"instruction_part": "User:"})).encode([TextRecord(text, "w")])
+        )
     for wrong in ({}, {"response_part": "a"}, PARTS | {"instruction_part": ""}, PARTS | {"more": "a"}):
-        with pytest.raises(ConfigError, match="or of plain texts instruction_part and response_part, which are not em"):
-            Encoder(tokenizer, wrong)
+        with pytest.raises(ConfigError, match="loss_on: expected instruction_part and response_part, which are not em"):
+            uncached(loss_on=wrong)
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -453,7 +458,7 @@ def test_answers_that_are_rewritten_are_documents_of_their_own(make_tokenizer):
     rows = [{"messages": CHAT[:2]}, {"messages": chat}, {"messages": CHAT[:1]}]
     dataset = prepare(rows, tokenizer, 200)
     assert dataset.statistics.apart == 2 and "2 answers in examples of their own, since" in str(dataset.statistics)
-    (last,) = Encoder(tokenizer, "last_response").encode(records)
+    (last,) = Encoder(tokenizer, uncached(loss_on="last_response")).encode(records)
     assert len(last) == 3
     with pytest.raises(DataError, match="^three: the chat template rewrites earlier answers when messages follow"):
         list(Encoder(tokenizer).encode(records, apart=False))
@@ -474,7 +479,9 @@ def test_variables_reach_the_template(make_tokenizer):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{{ mood }}{{ documents }}"
     tokenizer = make_tokenizer(template)
     for mode in ("control", "text"):
-        encoder = Encoder(tokenizer, "all", mode, {"mood": "calm"})
+        encoder = Encoder(
+            tokenizer, uncached(loss_on="all", special_tokens=mode, chat_template_kwargs={"mood": "calm"})
+        )
         chats = [
             ChatRecord(CHAT[:2], "x", options=options) for options in (None, {"mood": "<|im_end|>"}, {"documents": [1]})
         ]
@@ -486,8 +493,8 @@ def test_variables_reach_the_template(make_tokenizer):
         assert examples.noted == {"special": [1]}
         assert tokenizer.decode(encoder.encode_prompt(CHAT[:1])).endswith("calmNone")
     with pytest.raises(DataError, match="^chat_template_kwargs: expected none of messages, tools"):
-        Encoder(tokenizer, chat_template_kwargs={"messages": []})
+        Encoder(tokenizer, uncached(chat_template_kwargs={"messages": []}))
     with pytest.raises(
         ConfigError, match="^chat_template_kwargs: expected variables .* got mod, which .*; .*, mood do$"
     ):
-        _ = Encoder(tokenizer, chat_template_kwargs={"mod": "calm"}).template
+        _ = Encoder(tokenizer, uncached(chat_template_kwargs={"mod": "calm"})).template

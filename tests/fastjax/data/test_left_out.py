@@ -4,6 +4,7 @@ import pytest
 
 from fastjax.data import Encoder, notes, parse_row
 from fastjax.data.prepare import prepare
+from tests.support.data import uncached
 
 CALL = {"type": "function", "function": {"name": "find_city", "arguments": {"name": "Ulm"}}}
 ALL = {
@@ -27,7 +28,7 @@ LAST = "{{ m.content.split('</think>')[-1] }}{{ 'call' if m.tool_calls }}"
 @pytest.fixture
 def noted(make_tokenizer):
     def find(template, row=ALL, **options):
-        (examples,) = Encoder(make_tokenizer(template), **options).encode([parse_row(row, "row")])
+        (examples,) = Encoder(make_tokenizer(template), uncached(**options)).encode([parse_row(row, "row")])
         return sorted(examples.noted)
 
     return find

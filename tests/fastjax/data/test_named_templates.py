@@ -7,6 +7,7 @@ import pytest
 
 from fastjax.data import NAMED_TEMPLATES, ChatRecord, Encoder, parse_row, set_chat_template
 from fastjax.errors import ConfigError
+from tests.support.data import uncached
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -89,7 +90,7 @@ RECORDS = {
 
 def pieces(tokenizer, record, loss_on="responses"):
     """The example as text, what is learnt between « and »."""
-    ((example,),) = Encoder(tokenizer, loss_on).encode([record])
+    ((example,),) = Encoder(tokenizer, uncached(loss_on=loss_on)).encode([record])
     borders = [0, *(np.flatnonzero(np.diff(example.learn)) + 1), len(example.tokens)]
     parts = [tokenizer.decode(example.tokens[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
     return "".join(f"«{part}»" if index % 2 else part for index, part in enumerate(parts))
@@ -130,7 +131,7 @@ def test_loss_on_the_last_response_and_on_all(make_tokenizer, name, kind):
     expected = EXPECTED[name, kind]
     head, last, tail = re.fullmatch(r"(.*)(«[^«»]*»)([^«»]*)", expected, re.S).groups()
     assert pieces(tokenizer, RECORDS[kind], "last_response") == re.sub("[«»]", "", head) + last + tail
-    ((example,),) = Encoder(tokenizer, "all").encode([RECORDS[kind]])
+    ((example,),) = Encoder(tokenizer, uncached(loss_on="all")).encode([RECORDS[kind]])
     assert not example.learn[0] and example.learn[1 : np.flatnonzero(example.learn)[-1]].all()
 
 

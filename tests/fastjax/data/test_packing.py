@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastjax.data import DataStatistics, Documents, pack_documents
+from fastjax.data import DataOptions, DataStatistics, Documents, pack_documents
 from fastjax.data.documents import Counts
 from fastjax.data.origins import Origins
 from fastjax.data.packing import best_fit
@@ -45,8 +45,8 @@ def test_too_long_examples_are_dropped(make_examples):
     documents = Documents.of(make_examples(EXAMPLES), 5, "drop")
     assert documents.examples.tolist() == [0, 3]
     assert documents.counts == Counts(examples=5, dropped=2, no_targets=1)
-    with pytest.raises(ConfigError, match="too_long must be one of truncate, split, drop, got 'cut'"):
-        Documents.of(make_examples(EXAMPLES), 5, "cut")
+    with pytest.raises(ConfigError, match="data.too_long: expected one of truncate, split, drop, got 'cut'"):
+        DataOptions(too_long="cut")
 
 
 @pytest.mark.parametrize("too_long", ["truncate", "split", "drop"])

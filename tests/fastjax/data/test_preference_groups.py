@@ -7,6 +7,7 @@ from fastjax.data import Batches, notes, prepare
 from fastjax.data.preference_groups import _common_length
 from fastjax.data.preferences import Role
 from fastjax.errors import ConfigError, DataError
+from tests.support.data import uncached
 
 PAIRED, UNPAIRED = ("paired", None), ("unpaired", None)
 
@@ -35,7 +36,9 @@ def shown(tokenizer, found, document):
 
 def test_pairs_and_their_cache(tokenizer, write_rows, tmp_path):
     path = write_rows("a.jsonl", [pair("xx ", "qq", "zzz"), pair("yy ", "kkkk", ""), pair("ww ", "ggg", "jj")])
-    arguments = {"tokenizer": tokenizer, "max_seq_length": 40, "preferences": PAIRED, "cache_dir": tmp_path / "cache"}
+    arguments = {"tokenizer": tokenizer, "max_seq_length": 40, "preferences": PAIRED}
+    kept = {"cache_dir": str(tmp_path / "cache")}
+    arguments["options"] = uncached(**kept)
     made, again = (prepare(path, **arguments) for _ in range(2))
     assert again.from_cache and again.fingerprint == made.fingerprint
     for dataset in (made, again):
@@ -53,7 +56,7 @@ def test_pairs_and_their_cache(tokenizer, write_rows, tmp_path):
         np.testing.assert_array_equal(batch.extra["roles"], [[[1, 2] * 3]])
         assert dataset.rows.describe(0) == f"{path}:1, 2, 3"
     assert str(made.statistics).startswith("6 documents of 3 examples in 1 rows; ")
-    alone = prepare(path, **arguments | {"packing": False})
+    alone = prepare(path, **arguments | {"options": uncached(**kept, packing=False)})
     assert len(alone.rows) == 3 and alone.fingerprint != made.fingerprint
     single = prepare(path, **arguments | {"preferences": UNPAIRED})
     assert single.statistics.documents == 12 and single.fingerprint != made.fingerprint
@@ -61,7 +64,8 @@ def test_pairs_and_their_cache(tokenizer, write_rows, tmp_path):
 
 def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
     path = write_rows("a.jsonl", [pair("xx ", "qqq", "zzz") | {"margin": 0.5}, pair("yy ", "kkkk", "k")])
-    arguments = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "too_long": "drop"}
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    arguments = {"tokenizer": tokenizer, "options": uncached(**cache, too_long="drop")}
     for dataset in [prepare(path, max_seq_length=40, preferences=("ranked", None), **arguments) for _ in range(2)]:
         ((*row,),), found = documents(dataset.rows)
         assert [role for _, role in row] == [Role.CHOSEN, Role.REJECTED] * 2
@@ -78,7 +82,7 @@ def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
         fitted = prepare(path, max_seq_length=40, preferences=("ranked", limit), **arguments)
         assert len(fitted.rows.documents) == 2 * kept and fitted.statistics.dropped == 2 - kept
     longest = max(int(dataset.rows.documents.lengths[n : n + 2].sum()) for n in (0, 2))
-    arguments["too_long"] = "truncate"
+    arguments["options"] = uncached(**cache)
     cut = prepare(path, max_seq_length=longest - 1, preferences=("ranked", None), **arguments)
     assert cut.statistics.truncated == 1 and sorted(cut.rows.documents.lengths) == [
         lengths[0],
@@ -111,15 +115,15 @@ def test_a_pair_longer_than_a_row(tokenizer, write_rows, max_length, too_long, l
     """The longest document is cut; of max_length tokens the last is only predicted."""
     path = write_rows("a.jsonl", [pair("xx ", "q" * 30, "zzz"), pair("x" * 30, "q", "z"), pair("xx ", "q", "z")])
     arguments = {"tokenizer": tokenizer, "max_seq_length": 20, "preferences": ("paired", max_length)}
-    cut = prepare(path, **arguments, too_long=too_long)
+    cut = prepare(path, options=uncached(too_long=too_long), **arguments)
     assert (cut.statistics.truncated, cut.statistics.no_targets) == (1, 1)
     assert cut.rows.documents.lengths.tolist() == [*lengths, 5, 5]
-    dropped = prepare(path, **arguments, too_long="drop")
+    dropped = prepare(path, options=uncached(too_long="drop"), **arguments)
     assert (dropped.statistics.dropped, dropped.statistics.examples, dropped.statistics.documents) == (2, 3, 2)
     with pytest.raises(DataError, match=r"a.jsonl: none of the 3 examples has answers .* 3 have nothing left to score"):
         prepare(path, tokenizer, 6, preferences=("paired", 4))
     with pytest.raises(ConfigError, match="data.too_long: expected truncate or drop with preferences.loss, got split"):
-        prepare(path, tokenizer, 6, preferences=PAIRED, too_long="split")
+        prepare(path, tokenizer, 6, uncached(too_long="split"), preferences=PAIRED)
 
 
 def test_pairs_that_say_nothing_and_answers_of_one_kind_are_counted(tokenizer, write_rows):
@@ -145,7 +149,7 @@ def test_weights_repeat_pairs(tokenizer, write_rows):
     few = write_rows("few.jsonl", [pair("xx ", "q", "z"), pair("", "", "z")])
     many = write_rows("many.jsonl", [pair("yy ", "q" * n, "z") for n in range(1, 5)])
     sources = [DataSource(str(few), weight=1.0), DataSource(str(many), weight=1.0)]
-    dataset = prepare(sources, tokenizer, 40, preferences=PAIRED, mixture_ends="all_exhausted")
+    dataset = prepare(sources, tokenizer, 40, uncached(mixture_ends="all_exhausted"), preferences=PAIRED)
     rows, _ = documents(dataset.rows)
     told = [role for row in rows for _, role in row]
     assert dataset.statistics.examples == 8 and told == [Role.CHOSEN, Role.REJECTED] * (len(told) // 2)

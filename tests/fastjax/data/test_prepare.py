@@ -7,6 +7,7 @@ import pytest
 
 from fastjax.data import Batches, DataSource, load_tokenizer, prepare, stream
 from fastjax.errors import ConfigError, DataError
+from tests.support.data import uncached
 
 MIXED = (("many", 10), ("few", 4))
 
@@ -79,7 +80,7 @@ def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
 
     def texts(**options):
         said = []
-        dataset = prepare(sources, tokenizer, 64, packing=False, progress=said.append, **options)
+        dataset = prepare(sources, tokenizer, 64, uncached(packing=False, **options), seed=1, progress=said.append)
         (batch,) = Batches(dataset.rows, batch_size=len(dataset.rows)).epoch()
         found = [tokenizer.decode(row[row >= 0]).removesuffix("</s>") for row in batch.targets[0]]
         assert dataset.statistics.examples == dataset.statistics.documents == len(found)
@@ -87,12 +88,12 @@ def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
         assert dataset.statistics.tokens == (batch.segment_ids > 0).sum()
         return [text.lstrip() for text in found], said
 
-    found, said = texts(mixture_ends="first_exhausted", seed=1)
+    found, said = texts(mixture_ends="first_exhausted")
     # The first token of a text is not predicted, so of "few 0" only " 0" is read back.
     assert len(found) == len(set(said)) * 8 == 8
     same = "; every epoch has the same ones, in another order"
     assert said == [f"{files[0]}: 4 of 10 examples; {files[1]}: 4 of 4 examples{same}"]
-    found, said = texts(mixture_ends="all_exhausted", seed=1)
+    found, said = texts(mixture_ends="all_exhausted")
     assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples{same}"]
 
 
@@ -101,10 +102,10 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer("llama3")
     many = write(tmp_path / "many.jsonl", [chat("what is the answer", "a" * (n + 1)) for n in range(10)])
     few = write(tmp_path / "few.jsonl", [chat("what is the answer", "b" * (n + 1)) for n in range(2)])
-    options = {"cache_dir": tmp_path / "cache", "packing": False}
+    options = {"cache_dir": str(tmp_path / "cache"), "packing": False}
     whole, train, held_out, again = (
-        prepare([many, few], tokenizer, 64, split=split, **options)
-        for split in (None, (0.25, False), (0.25, True), (0.25, True))
+        prepare([many, few], tokenizer, 64, uncached(val_set_size=size, **options), held_out=apart)
+        for size, apart in ((None, False), (0.25, False), (0.25, True), (0.25, True))
     )
 
     def found(dataset):
@@ -130,7 +131,7 @@ def test_a_named_template_stays_with_the_tokenizer(tmp_path, make_tokenizer):
     rows = [{"prompt": "what is the user", "completion": "the answer"}]
     as_text = prepare(write(tmp_path / "rows.jsonl", rows), tokenizer, 64)
     assert tokenizer.chat_template is None
-    as_chat = prepare(tmp_path / "rows.jsonl", tokenizer, 64, chat_template="plain")
+    as_chat = prepare(tmp_path / "rows.jsonl", tokenizer, 64, uncached(chat_template="plain"))
     assert "Assistant:" in tokenizer.chat_template
     decoded = [tokenizer.decode(data.rows.documents.tokens) for data in (as_text, as_chat)]
     assert decoded == ["what is the userthe answer", "User: what is the user\n\nAssistant: the answer"]

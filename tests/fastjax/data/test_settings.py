@@ -5,13 +5,6 @@ from fastjax.errors import ConfigError
 from fastjax.training.config import DataSection
 
 
-def test_columns_hold_for_every_data_set_that_does_not_say():
-    own = DataSource("b", columns={"text": "c"})
-    data = DataSection(["a", own], columns={"text": "t"})
-    assert data.sources("train") == [DataSource("a", columns={"text": "t"}), own]
-    assert data.sources("eval") == []
-
-
 @pytest.mark.parametrize("weights", [(1.0, None), (None, 2.0)])
 @pytest.mark.parametrize("which", ["train", "eval"])
 def test_weights_are_positive_and_everywhere(which, weights):

@@ -77,6 +77,15 @@ def ten(write_rows):
     return write_rows("ten.jsonl", [{"text": str(n)} for n in range(10)])
 
 
+def test_columns_hold_for_every_data_set_that_does_not_say(ten):
+    """Files, descriptions and rows in memory alike."""
+    own, shared = {"text": "c"}, {"text": "t"}
+    given = [str(ten), DataSource(str(ten)), DataSource(str(ten), columns=own), [{"t": "a"}]]
+    assert [found.source.columns for found in open_sources(given, shared)] == [shared, shared, own, shared]
+    with pytest.raises(ConfigError, match="columns: answer: unknown"):
+        open_sources(given, {"answer": "a"})
+
+
 def test_patterns_and_slices(ten, write_rows, tmp_path):
     write_rows("other.jsonl", [{"text": "a"}])
     (tmp_path / "notes.txt").write_text("no data")

@@ -10,6 +10,7 @@ from fastjax.data.responses import Conversation
 from fastjax.data.template import ChatTemplate
 from fastjax.errors import ConfigError, DataError
 from tests.support import tokenizers as made
+from tests.support.data import uncached
 
 CHAT = [{"role": "user", "content": "a\tb"}, {"role": "assistant", "content": "c"}]
 ENDLESS = {
@@ -163,7 +164,7 @@ def test_tools_nested_deep():
     tokenizer.chat_template = "{{ tools | tojson }}"
     for kind in ("control", "text"):
         with pytest.raises(DataError, match=r"^rows:3: .*nested too deep"):
-            list(Encoder(tokenizer, special_tokens=kind).encode([record._replace(where="rows:3")]))
+            list(Encoder(tokenizer, uncached(special_tokens=kind)).encode([record._replace(where="rows:3")]))
     for row in (
         {"messages": CHAT, "tools": "[" * 20_000},
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 20_000}]}]},
@@ -199,7 +200,7 @@ def test_half_of_a_surrogate_pair():
     ]
     for text in rows:
         for kind in ("control", "text"):
-            encoder = Encoder(tokenizer, special_tokens=kind)
+            encoder = Encoder(tokenizer, uncached(special_tokens=kind))
             with pytest.raises(DataError, match=r"^rows:3: .*\\ud[89a-f][0-9a-f]{2}, half of a surrogate pair"):
                 list(encoder.encode([parse_row(json.loads(text), "rows:3")]))
     list(Encoder(tokenizer).encode([parse_row(json.loads('{"text": "\\ud83d\\ude00"}'), "rows:3")]))

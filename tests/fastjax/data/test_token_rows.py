@@ -5,6 +5,7 @@ import pytest
 
 from fastjax.data import prepare
 from fastjax.errors import DataError
+from tests.support.data import uncached
 
 IDS = [5, 6, 7, 8, 9]
 
@@ -41,10 +42,10 @@ def test_what_is_learnt(make_tokenizer, write_rows, columns, loss_on, expected):
     """From a file, and as arrays in memory; BOS and EOS are the row's own business."""
     tokenizer, row = make_tokenizer(None, adds_bos=True), {"input_ids": IDS, **columns}
     beside = {"text": "the user"}
-    dataset = prepare(write_rows("a.jsonl", [row, beside]), tokenizer, 32, loss_on=loss_on)
+    dataset = prepare(write_rows("a.jsonl", [row, beside]), tokenizer, 32, uncached(loss_on=loss_on))
     assert learnt(dataset)[0] == expected and tokenizer.decode(learnt(dataset)[1][0]) == "<s>the user"
     arrays = {name: value if name == "messages" else np.array(value) for name, value in row.items()}
-    assert prepare([arrays, beside], tokenizer, 32, loss_on=loss_on).fingerprint == dataset.fingerprint
+    assert prepare([arrays, beside], tokenizer, 32, uncached(loss_on=loss_on)).fingerprint == dataset.fingerprint
 
 
 def test_of_datasets_and_by_other_names(make_tokenizer, write_rows, tmp_path):
@@ -52,21 +53,24 @@ def test_of_datasets_and_by_other_names(make_tokenizer, write_rows, tmp_path):
 
     datasets, tokenizer = pytest.importorskip("datasets"), make_tokenizer(None)
     rows = [{"input_ids": IDS[: n + 2], "labels": [-100, *IDS[1 : n + 2]]} for n in range(4)]
-    expected = prepare(write_rows("a.jsonl", rows), tokenizer, 3, too_long="split").fingerprint
+    expected = prepare(write_rows("a.jsonl", rows), tokenizer, 3, uncached(too_long="split")).fingerprint
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
     for given in (table, table.with_format("numpy"), tmp_path / "a.parquet"):
-        assert prepare(given, tokenizer, 3, too_long="split").fingerprint == expected
+        assert prepare(given, tokenizer, 3, uncached(too_long="split")).fingerprint == expected
     other = [{"ids": row["input_ids"], "wanted": row["labels"]} for row in rows]
     named = DataSource(str(write_rows("b.jsonl", other)), columns={"input_ids": "ids", "labels": "wanted"})
-    assert prepare(named, tokenizer, 3, too_long="split").fingerprint == expected
+    assert prepare(named, tokenizer, 3, uncached(too_long="split")).fingerprint == expected
 
 
 def test_other_numbers_in_memory_are_another_data_set(make_tokenizer, tmp_path):
     """Arrays too long for NumPy to print."""
     tokenizer = make_tokenizer(None)
     ids = np.arange(3000) % 50
-    made = [prepare([{"input_ids": one}], tokenizer, 4096, cache_dir=tmp_path) for one in (ids, np.roll(ids, 1))]
+    made = [
+        prepare([{"input_ids": one}], tokenizer, 4096, uncached(cache_dir=str(tmp_path)))
+        for one in (ids, np.roll(ids, 1))
+    ]
     assert made[0].fingerprint != made[1].fingerprint
 
 
@@ -99,4 +103,9 @@ def test_what_is_wrong_is_said(make_tokenizer, write_rows, row, message):
 
 def test_parts_are_searched_for_in_texts_alone(make_tokenizer):
     with pytest.raises(DataError, match="row 0: input_ids: expected loss_on responses or all, .* got instruction_part"):
-        prepare([{"input_ids": IDS}], make_tokenizer(None), 32, loss_on={"instruction_part": "a", "response_part": "b"})
+        prepare(
+            [{"input_ids": IDS}],
+            make_tokenizer(None),
+            32,
+            uncached(loss_on={"instruction_part": "a", "response_part": "b"}),
+        )

@@ -15,6 +15,7 @@ from fastjax import FastLanguageModel
 from fastjax.data import Batches, prepare
 from fastjax.data.sources import given_rows
 from fastjax.language_model.rewards import with_score_head
+from tests.support.data import uncached
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -149,7 +150,7 @@ def test_ten_steps(kind, base, tmp_path):
     if kind != "KTO":
         how = {"preferences": ("paired", 60)}
         how = {"preferences": ("ranked", 60), "too_long": "drop"} if kind == "Reward" else how
-        packed = prepare(given_rows(data, "rows"), tokenizer, 120, packing=False, **how).rows
+        packed = prepare(given_rows(data, "rows"), tokenizer, 120, uncached(packing=False), **how).rows
         order = np.concatenate([Batches(packed, BATCH, seed=args.seed).row_numbers(n).ravel() for n in range(STEPS)])
         assert len(packed) == 8 and packed.documents.examples[packed.order].tolist() == np.repeat(range(8), 2).tolist()
     expected = theirs(kind, options, [data[n] for n in order], tmp_path / "start", tmp_path, tokenizer)

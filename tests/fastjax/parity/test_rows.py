@@ -7,6 +7,7 @@ import pytest
 
 import fastjax
 from fastjax.data import load_tokenizer, prepare
+from tests.support.data import uncached
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl", minversion="1.16", reason="TRL is in the environment with torch")
@@ -44,7 +45,7 @@ def test_targets(kind, cut):
     }.get(kind, {"input_ids": ids, kind: half})
     assert len(ids) > LONGEST + 2
     length = LONGEST if cut else 128
-    rows = prepare([row], tokenizer, length, packing=False)
+    rows = prepare([row], tokenizer, length, uncached(packing=False))
     (targets,) = rows.rows.rows([0]).targets.tolist()
     ours = {place: target for place, target in enumerate(targets) if target != -100}
     assert [ours] == theirs(tokenizer, row, length + 1) and rows.statistics.truncated == cut
