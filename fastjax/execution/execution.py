@@ -11,18 +11,18 @@ from fastjax.execution.chunks import Chunk
 from fastjax.execution.host_table import take_rows
 from fastjax.execution.loop import run_layers, run_steps
 from fastjax.execution.policies import policy_of
-from fastjax.models.context import Context
+from fastjax.models.context import Context, Sums
 from fastjax.models.decoder import Decoder
+from fastjax.models.executor import Executor
 from fastjax.models.layer import apply_layers, step_layers
-from fastjax.models.sums import Sums
 from fastjax.parallel import in_order, own_tokens
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
-    """How a decoder is executed, an `Executor`; on the ambient mesh, and with its arrays where they lie.
+class Execution(Executor):
+    """How a decoder is executed: on the ambient mesh, and with its arrays where they lie.
 
     Attributes:
         remat: the policy of rematerialisation, as `policies.policy_of` takes it.

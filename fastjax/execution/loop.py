@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from fastjax.execution.policies import offloads
 from fastjax.execution.remat import checkpointed
 from fastjax.execution.streamed import has_streamed, on_device, run_streamed
+from fastjax.models.context import Sums, added
 from fastjax.models.layout import LayerStack
-from fastjax.models.sums import Sums, added
 from fastjax.parallel import several_devices
 from fastjax.parallel.gather import splits_weights
 

@@ -16,7 +16,7 @@ from convert.model.paths import EMBEDDING, WeightPath
 from convert.model.spec import ADAPTED
 from fastjax.lora.fit import check_shapes
 from fastjax.lora.initial import initial_arrays, initial_embedding
-from fastjax.lora.params import LoraEmbedding, LoraExperts, LoraLinear, SavedParam
+from fastjax.lora.params import LoraEmbedding, LoraLinear, SavedParam
 from fastjax.lora.sites import AdapterSite, adapter_sites
 from fastjax.lora.tables import TrainedTable, trained_tables
 from fastjax.lora.token_rows import TrainableTokens
@@ -65,7 +65,7 @@ def make_adapters(
     if arrays is not None:
         check_shapes(adapter, config, {path: tuple(array.shape) for path, array in arrays.items()})
     source = _Source(adapter, config, arrays, key, frozen, dtype)
-    layers: list[dict[WeightPath, LoraLinear | LoraExperts]] = [{} for _ in range(config.num_hidden_layers)]
+    layers: list[dict[WeightPath, LoraLinear]] = [{} for _ in range(config.num_hidden_layers)]
     tables: dict[str, Any] = {"embedding": None, "head": None, "whole": {}, "rows": {}}
     for site in adapter_sites(adapter, config):
         if site.path.of_experts:
@@ -103,7 +103,7 @@ class _Source:
         held = self._held(site.path, a, b, magnitude)
         return LoraLinear(*held, scaling=site.scaling, dropout=self.adapter.lora_dropout)
 
-    def experts(self, site: AdapterSite) -> LoraExperts:
+    def experts(self, site: AdapterSite) -> LoraLinear:
         experts, rows, columns, *_ = self._experts[site.path]
         if self.arrays is None:
             keys = jax.random.split(self._key(site.path), experts)
@@ -111,7 +111,7 @@ class _Source:
             a, b = jax.vmap(lambda key: initial_arrays(key, method, site.rank, columns, rows))(keys)
         else:
             a, b = (self._take(site.path, leaf) for leaf in ("lora_A", "lora_B"))
-        return LoraExperts(*self._held(site.path, a, b), scaling=site.scaling)
+        return LoraLinear(*self._held(site.path, a, b, None), scaling=site.scaling, dropout=0.0)
 
     def embedding(self, site: AdapterSite) -> LoraEmbedding:
         vocabulary, width = self._shape(site.path)

@@ -19,15 +19,7 @@ from jaxtyping import Array, Float, Int
 from fastjax.lora.rank_products import Matrices, Part, into_dtypes, scaled_B
 from fastjax.lora.units import unit
 from fastjax.parallel import BATCH, local
-from fastjax.parallel.expert_dispatch import (
-    Dispatch,
-    expert_devices,
-    plan_dispatch,
-    returned,
-    returned_choices,
-    send,
-    send_choices,
-)
+from fastjax.parallel.expert_dispatch import plan_dispatch
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import clamped_swiglu, glu
@@ -152,43 +144,19 @@ _unit = unit(_forward, _backward)
 
 def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
     """The forward pass of one device's tokens, on the devices that hold their experts."""
-    if expert_devices() == 1:
-        return _own_products(block, x, weights, experts, arrays)
-    block, plan = _planned(block, experts)
-    choices, factors = send_choices(plan, experts, weights, block.num_experts)
-    y, kept = _own_products(block, send(plan, x), factors, choices, arrays)
-    return returned(plan, y), kept
-
-
-def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
-    """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
-    if expert_devices() == 1:
-        return _own_gradients(block, x, weights, experts, kept, arrays, dout)
-    block, plan = _planned(block, experts)
-    choices, factors = send_choices(plan, experts, weights, block.num_experts)
-    dx, dweights, shares = _own_gradients(block, send(plan, x), factors, choices, kept, arrays, send(plan, dout))
-    return returned(plan, dx), returned_choices(plan, dweights), shares
-
-
-def _planned(block: Block, experts) -> tuple[Block, Dispatch]:
-    """The description of one device's experts, and where its tokens go."""
-    own = block.num_experts // expert_devices()
-    return block._replace(num_experts=own), plan_dispatch(experts, own)
-
-
-def _own_products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
-    """The forward pass of the tokens that are here; X in place of an expert's number: no choice, of weight 0."""
-    order = sort_by_expert(experts, block.num_experts, absent=expert_devices() > 1)
+    plan = plan_dispatch(experts, weights, block.num_experts)
+    x = plan.send(x)
+    order = sort_by_expert(plan.experts, plan.own, absent=plan.tokens is not None)
     sizes = order.group_sizes
-    own = _expert_of_rows(experts, order)
+    own = _expert_of_rows(plan.experts, order)
     inner, low_rank = _rank_products(block.gate_up, arrays, x, sizes, order.rows)
     gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, rows=order.rows, low_rank=low_rank)
     gate_up = _biased(gate_up, arrays.gate_up_bias, own)
     h = block.activated(gate_up)
     outer, low_rank = _rank_products(block.down, arrays, h, sizes)
     y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
-    out = combine(_biased(y, arrays.down_bias, own), weights, order)
-    return out, _Kept(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
+    out = combine(_biased(y, arrays.down_bias, own), plan.weights, order)
+    return plan.returned(out), _Kept(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
 
 
 def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
@@ -200,12 +168,14 @@ def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
     return products, (products, b)
 
 
-def _own_gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
-    """The gradients of the tokens that are here, and the shares of the arrays' gradients, led by an axis of one."""
+def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
+    """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
+    plan = plan_dispatch(experts, weights, block.num_experts)
+    x, dout = plan.send(x), plan.send(dout)
     order, dtype, matrices = kept.order, x.dtype, {}
     sizes = order.group_sizes[0]
-    own = _expert_of_rows(experts, order)
-    weight = weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
+    own = _expert_of_rows(plan.experts, order)
+    weight = plan.weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
 
     def weighted(array: Array) -> Array:
         return (array.astype(jnp.float32) * weight).astype(dtype)
@@ -249,7 +219,7 @@ def _own_gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Array
     # Apart from what is added to it: fused with the router's share, XLA's kernel reads half as fast.
     dx = jax.lax.optimization_barrier(jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype))
     dweights = dweight[order.inverse].astype(weights.dtype)
-    return dx, dweights, jax.tree.map(lambda share: share[None], shares)
+    return plan.returned(dx), plan.returned_choices(dweights), jax.tree.map(lambda share: share[None], shares)
 
 
 def _scaled(part: Part, arrays: Arrays, dtype: jnp.dtype) -> tuple[Float[Array, "X R in"], Float[Array, "X out R"]]:

@@ -26,7 +26,7 @@ class SavedParam(nnx.Param):
 
 
 class LoraLinear(nnx.Module):
-    """The adapter of one projection.
+    """The adapter of one projection, or of that of all experts, whose arrays lead with their axis X.
 
     Attributes:
         lora_A: [R, in].
@@ -55,20 +55,6 @@ class LoraLinear(nnx.Module):
         a, b = self.lora_A[...].astype(jnp.float32), self.lora_B[...].astype(jnp.float32)
         full = dequantize(weight, jnp.float32)[rows] + self.scaling * linear(b, a.T)
         return self.magnitude[...].astype(jnp.float32) / jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
-
-
-class LoraExperts(nnx.Module):
-    """The adapters of one projection of all experts.
-
-    Attributes:
-        lora_A: [X, R, in].
-        lora_B: [X, out, R].
-        scaling: lora_alpha / r, or lora_alpha / √r.
-    """
-
-    def __init__(self, lora_A: Array, lora_B: Array, *, scaling: float):
-        self.scaling = scaling
-        self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
 
 
 class LoraEmbedding(nnx.Module):

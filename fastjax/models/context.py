@@ -1,4 +1,4 @@
-"""Inputs that all layers share beside the residual stream, made once a batch."""
+"""Inputs that all layers share beside the residual stream, made once a batch, and sums over the layers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -8,6 +8,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fastjax.parallel import BATCH, local
 from pallas_kernels.attention import SegmentRanges, segment_ranges
+
+#: Sums over layers, such as the loads of routers, by name; none: an empty dictionary, which compiles to nothing.
+Sums = dict[str, Float[Array, "..."]]
 
 
 class Slots(NamedTuple):
@@ -55,3 +58,13 @@ def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
         segment_ids: document of each token, never decreasing along the row but for padding, which is 0.
     """
     return local(segment_ranges, in_specs=(P(BATCH),), out_specs=P(BATCH))(segment_ids)
+
+
+def added(left: Sums, right: Sums) -> Sums:
+    """The sums of both; a name may be missing on either side.
+
+    Args:
+        left: of some layers.
+        right: of other layers.
+    """
+    return left | {name: left[name] + value if name in left else value for name, value in right.items()}

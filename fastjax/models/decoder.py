@@ -17,8 +17,8 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
-from fastjax.models.context import Context, document_ranges
-from fastjax.models.executor import PLAIN, Executor
+from fastjax.models.context import Context, Sums, document_ranges
+from fastjax.models.executor import Executor
 from fastjax.models.layer import DecoderLayer
 from fastjax.models.layer_parts import LayerParts
 from fastjax.models.layout import LayerStack
@@ -27,7 +27,6 @@ from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, without_adapters
 from fastjax.models.rotary import document_lengths, query_scales, rope_fields, rope_tables
-from fastjax.models.sums import Sums
 
 
 class Forward(NamedTuple):
@@ -70,7 +69,7 @@ class Decoder(nnx.Module):
         adapters: Adapters | None = None,
         *,
         precision: Precision,
-        executor: Executor = PLAIN,
+        executor: Executor | None = None,
     ):
         """Build the modules around leaves that exist (arrays, stacked arrays, or their shapes).
 
@@ -81,10 +80,10 @@ class Decoder(nnx.Module):
                 reward model "score": {"weight"}, "layers": trees by stack and by position in the period}.
             adapters: with `layers` arranged likewise; None: none.
             precision: of the computation.
-            executor: how it is executed.
+            executor: how it is executed; None: one layer after another.
         """
         self.config, self.plan, self.precision = config, tuple(plan), precision
-        self.executor: Executor = executor
+        self.executor: Executor = executor or Executor()
         self.quantizing: Constant | None = None
         self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])

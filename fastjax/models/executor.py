@@ -1,37 +1,37 @@
-"""The interface of a decoder's execution, and the plain one: one layer after another."""
+"""A decoder's execution: the plain one, of which an execution of runs is a kind."""
 
 import dataclasses
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fastjax.models.context import Context
+from fastjax.models.context import Context, Sums, added
 from fastjax.models.layer import apply_layers, step_layers
-from fastjax.models.sums import Sums, added
 
 T = TypeVar("T")
 
 
-class Executor(Protocol):
-    """How a decoder is executed; hashable, as it is static in a program.
+@dataclasses.dataclass(frozen=True)
+class Executor:
+    """How a decoder is executed: one layer after another, on one device; hashable, as it is static in a program.
 
     `fastjax.execution` has the one of runs: rematerialisation, meshes, memories.
     """
 
     def own_tokens(self, arrays: T) -> T:
         """The part of a batch's arrays [B, S, …] that the layers compute here."""
-        ...
+        return arrays
 
     def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """Hidden states of `own_tokens` in the order of the rows."""
-        ...
+        return hidden
 
     def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         """Rows of a table."""
-        ...
+        return jnp.take(table, tokens, axis=0)
 
     def run(self, model: Any, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
         """All layers of a decoder on whole rows: their output, and sums over them.
@@ -41,7 +41,11 @@ class Executor(Protocol):
             x: embeddings.
             context: of all layers.
         """
-        ...
+        total: Sums = {}
+        for first, _, layers, _ in _periods(model, [None] * len(model.plan)):
+            x, sums = apply_layers(layers, x, context, first)
+            total = added(total, sums)
+        return x, total
 
     def step(
         self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[Any]
@@ -54,37 +58,6 @@ class Executor(Protocol):
             context: of all layers, with `slots`.
             states: as `caching.empty_states` makes them.
         """
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """One layer after another, on one device."""
-
-    def own_tokens(self, arrays: T) -> T:
-        """As of `Executor`."""
-        return arrays
-
-    def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """As of `Executor`."""
-        return hidden
-
-    def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
-        """As of `Executor`."""
-        return jnp.take(table, tokens, axis=0)
-
-    def run(self, model: Any, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
-        """As of `Executor`."""
-        total: Sums = {}
-        for first, _, layers, _ in _periods(model, [None] * len(model.plan)):
-            x, sums = apply_layers(layers, x, context, first)
-            total = added(total, sums)
-        return x, total
-
-    def step(
-        self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[Any]
-    ) -> tuple[Float[Array, "B S E"], list[Any]]:
-        """As of `Executor`."""
         after: list[list[Any]] = [[] for _ in model.plan]
         for first, number, layers, before in _periods(model, states):
             x, state, _ = step_layers(layers, x, context, first, before)
@@ -94,9 +67,6 @@ class Plain:
             for stack, made in zip(model.plan, after, strict=True)
         )
         return x, list(stacked)
-
-
-PLAIN = Plain()
 
 
 def _periods(model: Any, states: list[Any]) -> Any:

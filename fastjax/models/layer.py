@@ -1,6 +1,6 @@
 """One layer of the decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.layers import MOE
 from fastjax.lora.params import Constant
-from fastjax.models.context import Context
+from fastjax.models.context import Context, Sums, added
 from fastjax.models.layer_parts import LayerParts
-from fastjax.models.mixers import MIXERS, Mixer, Mixing
-from fastjax.models.mixers.stepping import Stepping
+from fastjax.models.mixers import MIXERS, Mixer
 from fastjax.models.mlp import build_mlp
 from fastjax.models.moe import Mixture, build_mixture
 from fastjax.models.projection import quantized_projections
 from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
-from fastjax.models.sums import Sums, added
 from fastjax.residuals import ATTENDED
 
 
@@ -60,7 +58,7 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B S E"],
         context: Context,
         key: PRNGKeyArray | None,
-        mixer: Mixing | None = None,
+        mix: Callable[..., Array] | None = None,
     ) -> tuple[Float[Array, "B S E"], Sums]:
         """The layer's output; a router's sums.
 
@@ -68,15 +66,15 @@ class DecoderLayer(nnx.Module):
             x: the input.
             context: of all layers.
             key: the layer's dropout key; None switches dropout off.
-            mixer: in the place of its own; None: that.
+            mix: a call in the place of its mixer's; None: that.
         """
-        mixing = self.mixer if mixer is None else mixer
+        mix = self.mixer if mix is None else mix
         stream = self._stream(self.block, self.around_mixer)
-        x, read, made = stream.read(x, None if self.parallel else mixing.united(x.dtype), key)
+        x, read, made = stream.read(x, None if self.parallel else self.mixer.united(x.dtype), key)
         if stream.as_is:
-            x = mixing(read, context, key, x, made)
+            x = mix(read, context, key, x, made)
         else:
-            x = stream.added(x, mixing(read, context, key, None, made), key)
+            x = stream.added(x, mix(read, context, key, None, made), key)
         x = checkpoint_name(x, ATTENDED)
         stream = self._stream("mlp", self.around_mlp)
         if isinstance(self.mlp, Mixture):
@@ -130,9 +128,13 @@ def step_layers(layers: Any, x: Array, context: Context, first: Array, states: S
     Returns:
         The output, the states after it, and no sums.
     """
-    after = []
+    after: list[Any] = []
     for layer, state in zip(layers, states, strict=True):
-        mixer = Stepping(layer.mixer, state)
-        x, _ = layer(x, context, None, mixer)
-        after.append(mixer.state)
+
+        def step(x: Array, context: Context, _: None, *rest: Any, layer: Any = layer, state: Any = state) -> Array:
+            out, following = layer.mixer.step(x, state, context, *rest)
+            after.append(following)
+            return out
+
+        x, _ = layer(x, context, None, step)
     return x, after, {}

@@ -4,6 +4,8 @@ The routed experts are one unit with their adapters (`fastjax.lora.experts`); th
 logits are float32, since those of 16 bits make ties.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,11 +15,12 @@ from convert.model.config import ModelConfig
 from convert.model.moe import RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
+from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.params import Constant
+from fastjax.models.context import Sums
 from fastjax.models.layer_parts import LayerParts
 from fastjax.models.mlp import MLP, build_mlp
-from fastjax.models.projection import ExpertsProjection, Projection
-from fastjax.models.sums import Sums
+from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load, route
 
@@ -56,7 +59,7 @@ class Experts(nnx.Module):
         float32: whether they are computed in float32 whatever the input's dtype.
     """
 
-    def __init__(self, config: ModelConfig, gate_up: ExpertsProjection, down: ExpertsProjection, float32: bool):
+    def __init__(self, config: ModelConfig, gate_up: Projection, down: Projection, float32: bool):
         self.activation, self.gate_up, self.down, self.float32 = config.hidden_act, gate_up, down, float32
         clamped = config.hidden_act == CLAMPED
         self.clamp = Clamp(config.swiglu_limit, config.swiglu_alpha) if clamped else None
@@ -65,10 +68,11 @@ class Experts(nnx.Module):
         """The weighted sum of each token's experts, in the dtype of the computation."""
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32 if self.float32 else x.dtype)
         experts = routing.logits.shape[1]
-        block = Block(experts, self.activation, self.clamp, self.gate_up.describe(), self.down.describe())
-        biases = [None if part.bias is None else part.bias[...] for part in (self.gate_up, self.down)]
-        matrices = self.gate_up.matrices() | self.down.matrices()
-        weights = self.gate_up.weight.get_value(), self.down.weight.get_value()
+        parts = (self.gate_up, self.down)
+        block = Block(experts, self.activation, self.clamp, *(describe(p.parts, p.adapters)[0] for p in parts))
+        biases = [None if part.bias is None else part.bias[...] for part in parts]
+        weights = [part.weight.get_value() for part in parts]
+        matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
         arrays = Arrays(weights[0], biases[0], weights[1], biases[1], matrices)
         out = routed_experts(block, tokens, routing.weights, routing.experts, arrays)
         return name_residual(out, "projection").reshape(x.shape)
@@ -129,20 +133,19 @@ def build_mixture(parts: LayerParts) -> Mixture:
     moe = config.moe
     assert moe is not None
 
-    def experts(group: str, part: str, rows: int) -> ExpertsProjection:
-        tree, path = weights["experts"][group], WeightPath(None, EXPERTS, part, "")
+    def arguments(tree: Any, block: str, part: str) -> tuple[Any, ...]:
+        path = WeightPath(None, block, part, "")
         own = {part: adapters[path]} if path in adapters else {}
-        return ExpertsProjection(part, rows, tree["weight"], tree.get("bias"), own)
+        return tree["weight"], tree.get("bias"), own, [part] if path in float32 else ()
 
-    def projection(part: str, rows: int) -> Projection:
-        path = WeightPath(None, "mlp", part, "")
-        own = {part: adapters[path]} if path in adapters else {}
-        return Projection([(part, rows)], weights[part]["weight"], None, own, [part] if path in float32 else ())
+    def experts(group: str, part: str, rows: int) -> Projection:
+        return Projection([(part, rows)], *arguments(weights["experts"][group], EXPERTS, part))
 
-    chosen, path = weights[ROUTER], WeightPath(None, "mlp", ROUTER, "")
-    own = {ROUTER: adapters[path]} if path in adapters else {}
-    router = Router(moe.router, chosen["weight"], chosen.get("bias"), own, choice_bias=chosen.get("choice_bias"))
-    gate = projection("shared_expert_gate", 1) if moe.shared_gate else None
+    choice_bias = weights[ROUTER].get("choice_bias")
+    router = Router(moe.router, *arguments(weights[ROUTER], "mlp", ROUTER), choice_bias=choice_bias)
+    gate, name = None, "shared_expert_gate"
+    if moe.shared_gate:
+        gate = Projection([(name, 1)], *arguments(weights[name], "mlp", name))
     wide = any(WeightPath.parse(module).of_experts for module in float32)
     gate_up = experts("gate_up", "gate_up_proj", 2 * moe.intermediate_size)
     routed = Experts(config, gate_up, experts("down", "down_proj", config.hidden_size), wide)

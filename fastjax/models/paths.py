@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convert.model.paths import EXPERTS
-from fastjax.lora.params import LoraExperts, LoraLinear
+from fastjax.lora.params import LoraLinear
 from fastjax.models.decoder import Decoder
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.mlp import MLP
 from fastjax.models.moe import Mixture
-from fastjax.models.projection import ExpertsProjection, Projection
+from fastjax.models.projection import Projection
 from fastjax.quantization import as_weight
 from pallas_kernels import dispatch
 from pallas_kernels.glu import lora
@@ -85,7 +85,8 @@ def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[Module
     yield ModulePath(_projection("mlp", mixture.router, jnp.dtype(jnp.float32)))
     parts = (mixture.experts.gate_up, mixture.experts.down)
     adapters = {part: adapter for each in parts for part, adapter in each.adapters.items()}
-    line = f"{_names(EXPERTS, (each.part for each in parts))}: one unit of {_formats(*parts)}, grouped by expert"
+    names = _names(EXPERTS, (name for each in parts for name, _ in each.parts))
+    line = f"{names}: one unit of {_formats(*parts)}, grouped by expert"
     yield ModulePath(f"{line}, and {_adapters(adapters)}" if adapters else f"{line}; no adapter is on it")
     if mixture.shared_expert is not None:
         yield from _mlp("mlp.shared_expert", mixture.shared_expert, dtype, tokens)
@@ -150,23 +151,22 @@ def _chosen(line: str, registry: dispatch.Registry, case: Any) -> ModulePath:
     return ModulePath(f"{line} {registry.choose(case, None)}{why}", bool(reasons))
 
 
-def _adapters(adapters: Mapping[str, LoraLinear | LoraExperts]) -> str:
+def _adapters(adapters: Mapping[str, LoraLinear]) -> str:
     """Adapters in words: ranks, DoRA, dropout."""
     ranks = sorted({_rank(adapter) for adapter in adapters.values()})
     words = [f"adapters of rank {', '.join(map(str, ranks))} on {', '.join(adapters)}"]
-    linear = [adapter for adapter in adapters.values() if isinstance(adapter, LoraLinear)]
-    if any(adapter.magnitude is not None for adapter in linear):
+    if any(adapter.magnitude is not None for adapter in adapters.values()):
         words.append("DoRA")
-    if any(adapter.dropout for adapter in linear):
+    if any(adapter.dropout for adapter in adapters.values()):
         words.append("dropout, with an input each")
     return "; ".join(words)
 
 
-def _rank(adapter: LoraLinear | LoraExperts) -> int:
+def _rank(adapter: LoraLinear) -> int:
     return adapter.lora_A.get_value().shape[-2]  # of one layer, or of several stacked, and of experts
 
 
-def _formats(*projections: Projection | ExpertsProjection) -> str:
+def _formats(*projections: Projection) -> str:
     """The formats of the weights, as "NF4 weights"."""
     weights = (as_weight(projection.weight.get_value()) for projection in projections)
     found = dict.fromkeys(name for weight in weights for name in weight.formats)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.lora.linear import parted, project
-from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
+from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraLinear, SavedParam
 from fastjax.lora.quantized import Quantizer, project_quantized
-from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
+from fastjax.lora.units import row_slices
 from fastjax.quantization import WeightLike, rows_of
 from fastjax.quantization.float8 import in_float8
 
@@ -25,8 +25,9 @@ class Projection(nnx.Module):
 
     Attributes:
         parts: (name, output rows) of each part, from the top row down.
-        weight: [out, in] in any format of `quantization.matmul`.
-        bias: [out], or None.
+        weight: [out, in] in any format of `quantization.matmul`; of experts [X, out, in], which one unit multiplies
+            with (`lora.experts`) in the place of a call.
+        bias: [out], or None; of experts [X, out].
         adapters: by the part's name.
         float32: names of the parts computed in float32 whatever the input's dtype.
         tokens: trained rows in place of some of the weight's (of a head), or None.
@@ -76,15 +77,13 @@ class Projection(nnx.Module):
             dropped: the adapters' input, where the caller has drawn the dropout already.
             residual: added to the output of a projection of one part that is computed in the dtype of x.
         """
-        outputs, start = [], 0
-        for (_, rows), out in zip(self.parts, self._products(x, key, dropped, residual), strict=True):
-            here = slice(start, start + rows)
+        outputs = []
+        for here, out in zip(self._slices, self._products(x, key, dropped, residual), strict=True):
             if self.tokens is not None:
                 out = self.tokens.score(x.astype(out.dtype), out)
             if self.bias is not None:
                 out = out + self.bias[...][here].astype(out.dtype)[None, None, :]
             outputs.append(checkpoint_name(out.astype(x.dtype), "projection"))
-            start += rows
         return tuple(outputs)
 
     def whole(self, x: Float[Array, "B S in"], key: PRNGKeyArray | None = None) -> Float[Array, "B S out"] | None:
@@ -107,6 +106,10 @@ class Projection(nnx.Module):
         """The dtype in which each part is computed, for an input's dtype."""
         return [jnp.dtype(jnp.float32) if name in self.float32 else jnp.dtype(dtype) for name, _ in self.parts]
 
+    @property
+    def _slices(self) -> list[slice]:
+        return row_slices(rows for _, rows in self.parts)
+
     def _products(
         self, x: Array, key: PRNGKeyArray | None, dropped: Array | None, residual: Array | None
     ) -> list[Array]:
@@ -115,12 +118,10 @@ class Projection(nnx.Module):
         if len(set(dtypes)) == 1:
             whole = self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped, residual)
             return list(parted(whole, self.parts))
-        outputs, start = [], 0
-        for size, dtype in zip(self.parts, dtypes, strict=True):
-            rows = rows_of(weight, slice(start, start + size[1]))
-            outputs.append(self._unit([size], rows, x.astype(dtype), key, dropped))
-            start += size[1]
-        return outputs
+        return [
+            self._unit([size], rows_of(weight, here), x.astype(dtype), key, dropped)
+            for size, here, dtype in zip(self.parts, self._slices, dtypes, strict=True)
+        ]
 
     def _unit(
         self,
@@ -137,37 +138,6 @@ class Projection(nnx.Module):
             return project_quantized(self.quantizer, sizes, weight, self.adapters, x, residual, quantizing)
         drawn = None if dropped is None else dropped.astype(x.dtype)
         return project(sizes, weight, self.adapters, x, key, drawn, residual)
-
-
-class ExpertsProjection(nnx.Module):
-    """One matrix product of every expert.
-
-    Attributes:
-        part: name of the projection that its adapter is of, "gate_up_proj" or "down_proj".
-        rows: of one expert's output.
-        weight: [X, out, in] in any format with an axis of experts.
-        bias: [X, out], or None.
-        adapters: by the part's name.
-    """
-
-    def __init__(
-        self, part: str, rows: int, weight: WeightLike, bias: Array | None, adapters: Mapping[str, LoraExperts]
-    ):
-        self.part, self.rows = part, rows
-        self.weight = BaseParam(weight)
-        self.bias = None if bias is None else BaseParam(bias)
-        self.adapters = nnx.Dict(dict(adapters))
-
-    def describe(self) -> Part:
-        """The static description for the unit."""
-        adapter = self.adapters.get(self.part)
-        if adapter is None:
-            return Part(self.part, self.rows)
-        return Part(self.part, self.rows, adapter.lora_A[...].shape[1], adapter.scaling)
-
-    def matrices(self) -> dict[str, tuple[Array, Array]]:
-        """A and B by the part's name."""
-        return {part: (adapter.lora_A[...], adapter.lora_B[...]) for part, adapter in self.adapters.items()}
 
 
 class Embedding(nnx.Module):
@@ -253,71 +223,36 @@ def quantized_projections(module: nnx.Module) -> list[Projection]:
     return [projection for projection in found if projection.quantizer is not None]
 
 
-def without_adapters(module: M) -> M:
-    """A copy of a module without low-rank adapters and trained rows, over the same arrays: the base model's.
+def without_adapters(module: M, *, at_scale_zero: bool = False) -> M:
+    """A copy of a module without low-rank adapters, trained rows and fake quantisers, over the same arrays: the base's.
 
     Args:
         module: a decoder or a part of one.
+        at_scale_zero: leave the adapters there, but those with a magnitude (DoRA), and let them add nothing: numbers of
+            the base by the products of the adapted model, since kernels add in another order with adapters and without.
 
     Raises:
         ConfigError: a table that is trained whole; the base's own is not held beside it.
     """
-    base = _copy(module)
-    for found in _adapted(base):
-        found.adapters = nnx.Dict({})
-    for found in _embeddings(base):
-        found.adapter = None
-    return base
-
-
-def at_scale_zero(module: M) -> M:
-    """A copy likewise whose low-rank adapters are there and add nothing, but those with a magnitude (DoRA).
-
-    Its numbers are the base model's, by the products of the adapted one: what rounds differently with adapters and
-    without, such as kernels that add in another order, does so no more.
-
-    Args:
-        module: as for `without_adapters`.
-
-    Raises:
-        ConfigError: likewise.
-    """
-    base = _copy(module)
-    for found in _adapted(base):
-        for name, adapter in list(found.adapters.items()):
-            if getattr(adapter, "magnitude", None) is None:
-                adapter.scaling = 0.0
-            else:
-                del found.adapters[name]
-    for found in _embeddings(base):
-        if found.adapter is not None and found.adapter.magnitude is None:
-            found.adapter.scaling = 0.0
-        else:
-            found.adapter = None
-    return base
-
-
-def _copy(module: M) -> M:
-    """A copy of a module over the same arrays, without trained rows and fake quantisers."""
     graphdef, state = nnx.split(module)
     base = nnx.merge(graphdef, state)
-    for found in (*_adapted(base), *_embeddings(base)):
-        if isinstance(found, ExpertsProjection):
-            continue
+
+    def stays(adapter: LoraLinear | LoraEmbedding | None) -> bool:
+        if adapter is None or not at_scale_zero or adapter.magnitude is not None:
+            return False
+        adapter.scaling = 0.0
+        return True
+
+    for found in [found for _, found in nnx.iter_modules(base) if isinstance(found, Projection | Embedding)]:
         if isinstance(found.weight, SavedParam):
             raise ConfigError(
                 "adapters: expected true with modules_to_save, got false; the trained table is in the place of the "
                 "base's: load the base by itself"
             )
         found.tokens = None
-        if isinstance(found, Projection):
+        if isinstance(found, Embedding):
+            found.adapter = found.adapter if stays(found.adapter) else None
+        else:
+            found.adapters = nnx.Dict({name: one for name, one in found.adapters.items() if stays(one)})
             found.quantizer = None
     return base
-
-
-def _adapted(module: nnx.Module) -> list[Projection | ExpertsProjection]:
-    return [found for _, found in nnx.iter_modules(module) if isinstance(found, Projection | ExpertsProjection)]
-
-
-def _embeddings(module: nnx.Module) -> list[Embedding]:
-    return [found for _, found in nnx.iter_modules(module) if isinstance(found, Embedding)]

@@ -29,8 +29,16 @@ class LayerState(Protocol):
     AXES: ClassVar[tuple[tuple[str, ...], ...]]
 
 
-class Mixing(Protocol):
-    """The calls that a layer makes of its mixer."""
+class Mixer(Protocol):
+    """A mixer of tokens, causal and within documents; a call is of whole rows.
+
+    Attributes:
+        float32: whether all of it is computed in float32, whatever the input's dtype.
+        across: the mesh axis along which a row's tokens lie on several devices; None: whole rows. An execution sets it.
+    """
+
+    float32: bool
+    across: str | None
 
     def united(self, dtype: jnp.dtype) -> Projection | None:
         """The projection of its input that takes what `lora.norm` makes of it; None: there is none.
@@ -58,18 +66,6 @@ class Mixing(Protocol):
             made: what `lora.norm` has made of x for `united`.
         """
         ...
-
-
-class Mixer(Mixing, Protocol):
-    """A mixer of tokens, causal and within documents; a call is of whole rows.
-
-    Attributes:
-        float32: whether all of it is computed in float32, whatever the input's dtype.
-        across: the mesh axis along which a row's tokens lie on several devices; None: whole rows. An execution sets it.
-    """
-
-    float32: bool
-    across: str | None
 
     @property
     def inner(self) -> tuple[Projection, ...]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import Decoder
-from fastjax.models.projection import at_scale_zero, without_adapters
+from fastjax.models.projection import without_adapters
 from fastjax.models.start import at_start
 from fastjax.training.head import head_log_probs
 from pallas_kernels.cross_entropy import IGNORE_INDEX
@@ -173,6 +173,6 @@ def reference_log_probs(
     if trained:
         names = ", ".join(jax.tree_util.keystr(path) for path, _ in trained[:3])
         raise ConfigError(f"{expected}: {len(trained)} of its arrays are trained, such as {names}; got none")
-    graphdef, state = nnx.split(at_scale_zero(model))
+    graphdef, state = nnx.split(without_adapters(model, at_scale_zero=True))
     silent = nnx.merge(graphdef, jax.lax.stop_gradient(state))  # before the pass: what it would keep is not made
     return document_scores(silent, trainable_filter, rows, chunk_size=chunk_size).log_probs

@@ -8,7 +8,7 @@ from flax import nnx
 
 from fastjax.models import caching
 from fastjax.models.context import Slots
-from fastjax.models.executor import PLAIN
+from fastjax.models.executor import Executor
 from tests.support import tiny
 
 CONFIG = tiny.config(num_hidden_layers=4)
@@ -18,7 +18,7 @@ def decoders(**options):
     """The model's module as a run executes it, and the same with the plain executor."""
     model = tiny.model(tiny.shared_folder(num_hidden_layers=4), CONFIG, full_finetuning=True, **options)
     ours, plain = model.module(), model.module()
-    plain.executor = PLAIN
+    plain.executor = Executor()
     return ours, plain
 
 

@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from fastjax.lora.experts import routed_experts
 from fastjax.parallel import make_mesh
-from fastjax.parallel.expert_dispatch import plan_dispatch, send
 from fastjax.quantization import MXFP4Weight
-from pallas_kernels import dispatch
 from tests.fastjax.lora import test_experts as unit
 from tests.fastjax.lora.conftest import Maker
 from tests.support import steps
@@ -95,22 +93,6 @@ def test_experts_on_several_devices_equal_those_on_one(name, kind, mesh):
     # There and back, and for the gradient: room for each token once a device, whatever the number of its choices.
     wide = [line for line in text.splitlines() if "all_to_all" in line and f"x{unit.WIDTH}x" in line]
     assert wide and all(f"tensor<{MESHES[mesh]['expert']}x{tokens}x" in line for line in wide)
-
-
-@pytest.mark.parametrize(("devices", "ragged"), [(2, 0), (8, 0), (16, 1)])
-def test_the_room_travels_whole_among_the_gpus_of_a_host(monkeypatch, devices, ragged):
-    monkeypatch.setattr(dispatch, "target", lambda: dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132))
-    mesh = jax.sharding.AbstractMesh((devices,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-    def sent(x, experts):
-        return send(plan_dispatch(experts, 2), x)
-
-    tokens = 4 * devices
-    operands = jax.ShapeDtypeStruct((tokens, 8), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 3), jnp.int32)
-    text = str(jax.make_jaxpr(sent)(*operands))
-    assert text.count("ragged_all_to_all[") == ragged
-    assert text.count(" all_to_all[") == 2 - ragged  # how many go to each device, and the rows
 
 
 def test_no_token_is_dropped_where_all_choose_the_same_experts():
