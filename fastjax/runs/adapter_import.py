@@ -70,7 +70,7 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
             f"{imported.config.vocab_size}; name those that it adds in model.new_tokens"
         )
     check_vocabulary(run.model, run.data)
-    state = StepRecipe.of(config, run.data.total_steps).state(run.model.replace(trainable=imported.trainable))
+    state = StepRecipe(config, run.data.total_steps).state(run.model.replace(trainable=imported.trainable))
     remove_unfinished(folder)
     with atomic_folder(folder) as temporary:
         written = RunFolder(temporary, temporary / "adapter")

@@ -212,5 +212,5 @@ def _advice(message: str, step: RunStep) -> str:
 def _way_out(shapes: RunShapes, shape: MeshShape, choice: Choice) -> str:
     """What to do where the chosen step is out of memory."""
     others = [one.policy for one in choice.refused]
-    settings = less_memory(shapes.recipe.config, shapes.model(choice.policy), shape, choice.policy, others)
-    return way_out(settings, shapes.recipe.config.training.per_device_train_batch_size)
+    settings = less_memory(shapes.config, shapes.model(choice.policy), shape, choice.policy, others)
+    return way_out(settings, shapes.config.training.per_device_train_batch_size)

@@ -140,7 +140,7 @@ def plan_run(
     least, settings = smallest(steps), []
     if least.memory.device > room.device:
         tried, model = found.keys() | refused.keys(), planner.run.model(least.policy)
-        settings = less_memory(planner.run.recipe.config, model, shape, least.policy, tried)
+        settings = less_memory(planner.run.config, model, shape, least.policy, tried)
     best = min((one for one in steps if room.holds(one.memory)), key=lambda one: one.seconds, default=None)
     return RunPlan(steps, refused, settings, best)
 
@@ -260,7 +260,7 @@ def longest_rows(
 
 def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: int = 1) -> RunShapes:
     options = DETERMINISTIC if config.training.deterministic else None
-    recipe = StepRecipe.of(config, _STEPS, compiler_options=options)
+    recipe = StepRecipe(config, _STEPS, compiler_options=options)
     with device.tracing():
         return RunShapes(recipe, opened, replicas)
 

@@ -93,7 +93,7 @@ def compare_inputs(run: Run) -> None:
     if (earlier := run.earlier) is not None:
         holds_start = run.config.holds_start
         run.changed += check_identity(earlier.where, earlier.identity, run.identity, holds_start=holds_start)
-    run.recipe = StepRecipe.of(
+    run.recipe = StepRecipe(
         run.config,
         run.data.total_steps,
         loss=run.loss,

@@ -58,29 +58,11 @@ def run_loss(config: TrainConfig) -> Loss:
     )
 
 
-@dataclasses.dataclass(frozen=True)
 class StepRecipe:
-    """The inputs of a run's train step beside its model: training, its plan and its export make the same step.
+    """The inputs of a run's train step beside its model: training, its plan and its export make the same step."""
 
-    Attributes:
-        config: the run.
-        loss: of a microbatch.
-        optimizer: of the trained arrays.
-        learning_rates: of all steps, where the optimizer's state does not hold them; float32 [total steps].
-        compiler_options: XLA's; None: nothing to set.
-        documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no such.
-    """
-
-    config: TrainConfig
-    loss: Loss
-    optimizer: optax.GradientTransformation
-    learning_rates: np.ndarray | None = None
-    compiler_options: Mapping[str, Any] | None = None
-    documents_per_row: int | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         config: TrainConfig,
         total_steps: int,
         *,
@@ -88,24 +70,26 @@ class StepRecipe:
         optimizer: Optimizer | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         documents_per_row: int | None = None,
-    ) -> "StepRecipe":
-        """The recipe of a run's settings.
+    ):
+        """Settle loss and optimizer.
 
         Args:
             config: the run.
             total_steps: of the run, for the schedule.
-            loss: in place of the settings' own.
-            optimizer: in place of the settings' own.
-            compiler_options: XLA's.
-            documents_per_row: of preferences.
+            loss: of a microbatch; None: the settings' own.
+            optimizer: of the trained arrays; None: the settings' own.
+            compiler_options: XLA's; None: nothing to set.
+            documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no
+                such.
         """
-        rates = None
+        self._rates = None  # of all steps, where the optimizer's state does not hold them
         if optimizer is None:
             optimizer = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
         if not isinstance(optimizer, optax.GradientTransformation):
             optimizer, schedule = optimizer
-            rates = np.asarray([float(schedule(jnp.int32(update))) for update in range(total_steps)], np.float32)
-        return cls(config, loss or run_loss(config), optimizer, rates, compiler_options, documents_per_row)
+            self._rates = np.asarray([float(schedule(jnp.int32(step))) for step in range(total_steps)], np.float32)
+        self.config, self.loss, self.compiler_options = config, loss or run_loss(config), compiler_options
+        self._optimizer, self._documents = optimizer, documents_per_row or _DOCUMENTS
 
     def step(self, model: LanguageModel, mesh: Mesh | None = None) -> Callable[..., Any]:
         """The jitted train step (`training.step.make_train_step`).
@@ -117,7 +101,7 @@ class StepRecipe:
         training = self.config.training
         return make_train_step(
             model.graphdef,
-            self.optimizer,
+            self._optimizer,
             model.trainable_filter,
             loss=self.loss,
             accumulation_dtype=training.accumulation_dtype,
@@ -126,7 +110,7 @@ class StepRecipe:
             gradient_exchange=self._exchange(mesh),
             sum_once=sums_once(model, mesh, self.config),
             quantize_from=training.quantization.start_step if training.quantization else 0,
-            learning_rates=self.learning_rates,
+            learning_rates=self._rates,
             compiler_options=self.compiler_options,
         )
 
@@ -141,7 +125,7 @@ class StepRecipe:
         training = self.config.training
         scale = training.initial_loss_scale if model.dtype == jnp.float16 else None
         exchange, key = self._exchange(mesh), jax.random.key(training.seed)
-        return init_state(model.trainable, self.optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
+        return init_state(model.trainable, self._optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
 
     def _exchange(self, mesh: Mesh | None) -> str:
         return "float32" if mesh is None else self.config.parallel.gradient_exchange  # of one device nothing travels
@@ -158,7 +142,7 @@ class StepRecipe:
         array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         if config.preferences.loss is None:
             return Batch(array, array, array, array)
-        places = (*shape[:2], self.documents_per_row or _DOCUMENTS)
+        places = (*shape[:2], self._documents)
         fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
         fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
         extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
@@ -268,7 +252,7 @@ class RunShapes:
     """A run's train step by policy of rematerialisation, with shapes for arrays: no weight is read, no array is made.
 
     Attributes:
-        recipe: of the step, the settings' compute dtype settled.
+        config: the settings, with the compute dtype of the model.
         batch: shapes of a batch.
         partial: whether the first layers may get a policy of their own: a model in memory keeps its layers' stacks, and
             layers of one stack have one policy.
@@ -282,14 +266,14 @@ class RunShapes:
             model: the run's, in memory or not.
             replicas: parts in which the devices take a step's rows.
         """
-        config = recipe.config
+        self._recipe, config = recipe, recipe.config
         if isinstance(model, LanguageModel):
             trainable, frozen = jax.tree.map(_shape, (model.trainable, model.frozen))
             self._opened, self._whole = None, model.replace(trainable=trainable, frozen=frozen)
         else:
             self._opened, self._whole = model, run_shapes(with_policy(config, "full"), model)
         settled = dataclasses.replace(config.model, dtype=str(self._whole.dtype))
-        self.recipe = dataclasses.replace(recipe, config=dataclasses.replace(config, model=settled))
+        self.config = dataclasses.replace(config, model=settled)
         self.batch, self.partial, self._replicas = recipe.batch(replicas), self._opened is not None, replicas
 
     @property
@@ -305,7 +289,7 @@ class RunShapes:
     def model(self, policy: str) -> LanguageModel:
         """The model; where it is not in memory, "NAME:k" may have stacks of its own."""
         if self._opened is not None and ":" in policy:
-            return run_shapes(with_policy(self.recipe.config, policy), self._opened)
+            return run_shapes(with_policy(self.config, policy), self._opened)
         return with_checkpointing(self._whole, policy)
 
     def step(self, policy: str, mesh: Mesh | None = None) -> tuple[Any, tuple[Any, Any, Batch]]:
@@ -321,9 +305,9 @@ class RunShapes:
         model = self.model(policy)
 
         def begin(trainable: Any) -> TrainState:
-            return self.recipe.state(model.replace(trainable=trainable), mesh, self._replicas)
+            return self._recipe.state(model.replace(trainable=trainable), mesh, self._replicas)
 
-        return self.recipe.step(model, mesh), (shapes_of(begin, model.trainable), model.frozen, self.batch)
+        return self._recipe.step(model, mesh), (shapes_of(begin, model.trainable), model.frozen, self.batch)
 
 
 def _shape(array: Any) -> Any:

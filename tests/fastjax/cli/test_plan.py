@@ -146,7 +146,7 @@ def test_the_longest_row_of_a_card_that_compiles_nothing(settings, tmp_path, cap
     measured = []
 
     def compiled(run, policy, device, mesh):
-        measured.append((run.recipe.config.model.max_seq_length, policy))
+        measured.append((run.config.model.max_seq_length, policy))
         names = ("output", "alias", "generated_code", "host_argument", "host_output", "host_alias", "host_temp")
         sizes = {f"{name}_size_in_bytes": 0 for name in (*names, "argument")}
         sizes["temp_size_in_bytes"] = 10**6 * measured[-1][0]

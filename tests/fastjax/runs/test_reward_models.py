@@ -108,7 +108,7 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
     assert "document 1 (chosen): " in said and "step 3/3: loss " in said and "print(model.rewards([said]))" in said
     assert main([*command, "--resume"]) == 0 and "nothing is left to do" in capsys.readouterr().out
     config = parse_train_config(["--config", str(tmp_path / "run.yaml")])
-    shapes = RunShapes(StepRecipe.of(config, 3, documents_per_row=6), open_shapes(config))
+    shapes = RunShapes(StepRecipe(config, 3, documents_per_row=6), open_shapes(config))
     assert shapes.batch.extra["margins"].shape == shapes.batch.extra["roles"].shape == (1, 1, 6)
     shapes.step("full")[0].trace(*shapes.step("full")[1])
 
