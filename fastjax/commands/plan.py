@@ -165,11 +165,12 @@ def _bytes(option: str, text: str | None) -> float | None:
 def _device(gpu: str | None, gpus: int) -> "Device":
     import jax
 
-    from fastjax.planning.device import Elsewhere, Here
+    from fastjax.planning.aot import AOT
+    from fastjax.planning.device import Here
     from pallas_kernels.cards import CARDS
 
     if gpu is not None:
-        return Elsewhere(gpu, gpus)
+        return AOT(gpu, gpus)
     if jax.default_backend() != "gpu":
         raise ConfigError(f"--gpu: expected one of {', '.join(CARDS)}, since JAX sees no GPU on this machine")
     if gpus > jax.device_count():

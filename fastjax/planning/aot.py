@@ -107,8 +107,13 @@ class AOT:
         )
         self.mesh = topologies.make_mesh(topo=topology, mesh_shape=(gpus,), axis_names=("x",))
 
+    @property
+    def devices(self) -> list[Any]:
+        """The cards of a mesh."""
+        return list(self.mesh.devices.flat)
+
     @contextlib.contextmanager
-    def abstract_device(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         """The context in which tracing plans for the card."""
         device = AbstractDevice(device_kind=self.card.device_kind, num_cores=self.card.cores, platform="cuda")
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -130,23 +135,30 @@ class AOT:
         sharding = NamedSharding(mesh, partition or PartitionSpec(), memory_kind=memory_kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def lower(self, function: Any, *specs: Any) -> Any:
+    def lower(self, function: Any, *arguments: Any) -> Any:
         """Trace and lower for the card; a function that is not jitted yet is jitted.
 
         Args:
             function: pure.
-            specs: its arguments, of `spec`.
+            arguments: trees of `spec`'s; of arrays, or shapes, elsewhere the card gets all of each.
         """
-        jitted = function if hasattr(function, "lower") else jax.jit(function)
-        with self.abstract_device():
-            return jitted.trace(*specs).lower()
 
-    def compile(self, function: Any, *specs: Any, options: Mapping[str, Any] | None = None) -> Any:
+        def on_card(leaf: Any) -> jax.ShapeDtypeStruct:
+            if getattr(leaf.sharding, "mesh", None) in (self.mesh, self.mesh.abstract_mesh):
+                return leaf
+            in_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+            return self.spec(leaf.shape, leaf.dtype, memory_kind="pinned_host" if in_host else None)
+
+        jitted = function if hasattr(function, "lower") else jax.jit(function)
+        with self.tracing():
+            return jitted.trace(*jax.tree.map(on_card, arguments)).lower()
+
+    def compile(self, function: Any, *arguments: Any, options: Mapping[str, Any] | None = None) -> Any:
         """The XLA executable for the card: .memory_analysis(), .as_text().
 
         Args:
             function: as for `lower`.
-            specs: its arguments, of `spec`.
+            arguments: as for `lower`.
             options: XLA's, beside those that a jitted function has.
         """
-        return self.lower(function, *specs).compile(compiler_options=dict(options or {}))
+        return self.lower(function, *arguments).compile(compiler_options=dict(options or {}))

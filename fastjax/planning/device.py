@@ -1,10 +1,10 @@
-"""The device that a step is compiled for: a card that is not there (`aot`), or this machine's own."""
+"""The device that a step is compiled for: this machine's own, or a card that is not there (`aot`)."""
 
 import contextlib
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -21,79 +21,12 @@ PINNED_BYTES = 64 * 2**30
 _PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class Device(Protocol):
-    """A device that steps are compiled for."""
-
-    @property
-    def card(self) -> Card:
-        """Its facts."""
-        ...
-
-    @property
-    def devices(self) -> list[Any]:
-        """The cards of a mesh."""
-        ...
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which tracing plans for it."""
-        ...
-
-    def compile(self, jitted: Any, arguments: Any) -> Any:
-        """The executable of a jitted function.
-
-        Args:
-            jitted: it, with its compiler options.
-            arguments: trees of arrays or of their shapes.
-        """
-        ...
-
-
-class Elsewhere:
-    """A card that this machine does not have; products are not autotuned."""
-
-    def __init__(self, name: str, gpus: int = 1):
-        """Describe the card to the compiler.
-
-        Args:
-            name: a key of `CARDS`.
-            gpus: their number.
-
-        Raises:
-            ConfigError: an unknown one, or the compiler is not installed.
-        """
-        self._aot = AOT(name, gpus)
-
-    @property
-    def card(self) -> Card:
-        """Of the table."""
-        return self._aot.card
-
-    @property
-    def devices(self) -> list[Any]:
-        """Those of the topology."""
-        return list(self._aot.mesh.devices.flat)
-
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """An abstract device of the card's kind."""
-        return self._aot.abstract_device()
-
-    def compile(self, jitted: Any, arguments: Any) -> Any:
-        """With the whole compiler of the card."""
-
-        def spec(leaf: Any) -> jax.ShapeDtypeStruct:
-            kind = getattr(leaf.sharding, "memory_kind", None)
-            return self._aot.spec(leaf.shape, leaf.dtype, memory_kind=kind if kind == "pinned_host" else None)
-
-        specs = jax.tree.map(spec, arguments)
-        return self._aot.compile(jitted, *specs)
-
-
 class Here:
     """The GPU of this machine."""
 
     @property
     def card(self) -> Card:
-        """Of the table.
+        """Its facts.
 
         Raises:
             ConfigError: the GPU is not in it.
@@ -106,16 +39,24 @@ class Here:
 
     @property
     def devices(self) -> list[Any]:
-        """JAX's."""
+        """The cards of a mesh."""
         return jax.devices()
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Tracing plans for the device anyway."""
         return contextlib.nullcontext()
 
-    def compile(self, jitted: Any, arguments: Any) -> Any:
-        """As a run compiles it."""
+    def compile(self, jitted: Any, *arguments: Any) -> Any:
+        """The executable of a jitted function, compiled as in a run.
+
+        Args:
+            jitted: it, with its compiler options.
+            arguments: trees of arrays or of their shapes.
+        """
         return jitted.lower(*arguments).compile()
+
+
+Device = AOT | Here
 
 
 def host_memory() -> int:

@@ -268,7 +268,7 @@ def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: i
 def _compiled(run: RunShapes, policy: str, device: Device, mesh: Mesh | None) -> Any:
     """The step with a policy, as the device or the mesh of several runs it."""
     step, arguments = run.step(policy, mesh)
-    return device.compile(step, arguments) if mesh is None else step.trace(*arguments).lower().compile()
+    return device.compile(step, *arguments) if mesh is None else step.trace(*arguments).lower().compile()
 
 
 def _host_bytes(tree: Any) -> int:

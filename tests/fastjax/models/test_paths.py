@@ -59,7 +59,7 @@ def test_on_a_gpu_the_kernel_is_named():
     shape = {**SHAPE, "attention_bias": False, "head_dim": 32}
     base = tiny.adapted(tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), dtype="bfloat16"))
     assert base.dtype == jnp.bfloat16
-    with AOT("h200").abstract_device():
+    with AOT("h200").tracing():
         heads, _, mlp = adapter_paths(base.graphdef, base.trainable, base.frozen, 128)
         *_, odd = adapter_paths(base.graphdef, base.trainable, base.frozen, 100)
     # its biases are one more column of rank 4

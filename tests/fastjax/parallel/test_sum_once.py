@@ -15,7 +15,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import shapes_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.parallel import MeshShape, make_mesh
-from fastjax.planning.device import Elsewhere
+from fastjax.planning.aot import AOT
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.steps import sums_once, tell_gathers, why_not_once
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
@@ -150,7 +150,7 @@ def test_who_does_not_sum_once(kind, axes, reason):
 def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, reason):
     if JAX_VERSION < (0, 11) and reason is None:
         reason = "it needs jax 0.11"
-    ours, mesh = with_checkpointing(model(kind), policy), open_mesh(MeshShape(fsdp=2), Elsewhere(card, 2).devices)
+    ours, mesh = with_checkpointing(model(kind), policy), open_mesh(MeshShape(fsdp=2), AOT(card, 2).devices)
     found = why_not_once(ours, mesh)
     assert sums_once(ours, mesh) == (reason is None)
     assert found is None if reason is None else found.startswith(reason)
@@ -169,7 +169,7 @@ def test_a_run_says_why_gpus_gather():
 
     def gpus(card, **axes):
         shape = MeshShape(**axes)
-        return open_mesh(shape, Elsewhere(card, shape.size).devices)
+        return open_mesh(shape, AOT(card, shape.size).devices)
 
     line = "parallel.fsdp: weights are gathered, and not read where they lie: "
     assert said(gpus("a100-80", fsdp=2)).startswith(f"{line}it needs NVIDIA GPUs of compute capability 9.0")

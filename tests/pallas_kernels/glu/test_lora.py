@@ -219,7 +219,7 @@ def test_nothing_spills_in_float8(card, rank, tmp_path):
 def test_nothing_spills(card, rank, tmp_path):
     aot = AOT(card)
     if rank > config.largest_rank(aot.card.capability):
-        with aot.abstract_device():
+        with aot.tracing():
             assert "ranks" in why_not_triton((8192, 28672), jnp.bfloat16, (rank, rank), "silu")
         return
     make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
@@ -233,7 +233,7 @@ def test_what_triton_leaves_to_xla_and_why():
     if aot is None:
         assert "compute capability 8.0" in why_not_triton((64, 128), jnp.bfloat16, (16, 16), "silu")
         return
-    with aot.abstract_device():
+    with aot.tracing():
         assert why_not_triton((8192, 256), jnp.bfloat16, (16, 64), "silu") is None
         assert "float32" in why_not_triton((8192, 256), jnp.float32, (16, 16), "silu")
         assert "no gelu" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "gelu")
@@ -246,7 +246,7 @@ def test_what_triton_leaves_to_xla_and_why():
 
 @needs_cuda_plugin
 def test_float8_on_a_card_without_it_is_refused_by_its_reason():
-    with AOT("a100-80").abstract_device():
+    with AOT("a100-80").tracing():
         assert "compute capability 8.9" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True)
 
 

@@ -103,7 +103,7 @@ def test_nothing_spills(card, few, tmp_path):
     "card, chosen", [("h200", "mosaic"), ("b200", "triton"), ("a100-80", "triton"), ("4090", "triton")]
 )
 def test_the_card_chooses(card, chosen):
-    with AOT(card).abstract_device():
+    with AOT(card).tracing():
         target = dispatch.target()
     for registry in (MATMUL, DX, DW):
         for dtype in (jnp.bfloat16, jnp.float16):

@@ -93,7 +93,7 @@ def test_compiled(card, gradient, tmp_path):
 
 @needs_cuda_plugin
 def test_who_is_chosen():
-    with AOT("a100-80").abstract_device():
+    with AOT("a100-80").tracing():
         target = dispatch.target()
     few, shape = Case(target, 4 * NF4_MOST_ROWS, (4, 64, 128), jnp.bfloat16), (256, 4096, 14336)
     assert REGISTRY.choose(few, None) == "triton"

@@ -220,7 +220,7 @@ def test_nothing_spills(card, rank, tmp_path):
 
 @needs_cuda_plugin
 def test_what_triton_leaves_to_xla_and_why():
-    with AOT("h200").abstract_device():
+    with AOT("h200").tracing():
         target = dispatch.target()
         assert ADD.reasons(Case(target, 64, (128,), jnp.bfloat16, 128))["triton"] is None
         assert "float32" in ADD.reasons(Case(target, 64, (128,), jnp.float32, 16))["triton"]
@@ -233,7 +233,7 @@ def test_what_triton_leaves_to_xla_and_why():
 
 @needs_cuda_plugin
 def test_float8_on_a_card_without_it_is_refused_by_its_reason():
-    with AOT("a100-80").abstract_device():
+    with AOT("a100-80").tracing():
         case = Case(dispatch.target(), 64, (128,), jnp.bfloat16, 16, float8=True)
         for registry in (ROUND, OUTPUT):
             assert "compute capability 8.9" in registry.reasons(case)["triton"]

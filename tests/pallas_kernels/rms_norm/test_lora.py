@@ -167,7 +167,7 @@ def test_what_triton_does_not_round_and_why():
         ("h200", (64, (4096,), jnp.bfloat16, 48), "not 48"),
         ("a100-80", (64, (4096,), jnp.bfloat16, 16), "compute capability 8.9"),
     ):
-        with AOT(card).abstract_device():
+        with AOT(card).tracing():
             found = ROUND.reasons(Case(dispatch.target(), *case, float8=True))["triton"]
         assert (found is None) if reason is None else (reason in found)
 

@@ -133,7 +133,7 @@ def test_nothing_spills(card, rank, tmp_path):
 
 @needs_cuda_plugin
 def test_what_triton_leaves_to_xla_and_why():
-    with AOT("h200").abstract_device():
+    with AOT("h200").tracing():
         target = dispatch.target()
         assert REGISTRY.reasons(Case(target, 64, (4, 2), 128, jnp.bfloat16, 16))["triton"] is None
         assert "not 96" in REGISTRY.reasons(Case(target, 64, (4, 2), 96, jnp.bfloat16, 16))["triton"]
