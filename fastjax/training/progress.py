@@ -5,7 +5,7 @@ it leaves out the least important figures instead of wrapping.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fastjax.training.metrics import Row, Sink
 from fastjax.training.notebook import NotebookView
-from fastjax.training.plain_lines import PREFERENCES, PlainLines, describe, duration
+from fastjax.training.plain_lines import PlainLines, describe, figures
 
 REDRAW_SECONDS = 0.25
 """Between two drawings of the live line."""
@@ -87,53 +87,21 @@ class StatusLine(NamedTuple):
         """
         step = f"{self.row['step']:>{len(f'{self.total:,}')},}/{self.total:,}"
         left = width - len(step)
-        shown = set()
-        parts = list(_parts(self.row))
-        for part in sorted(parts, key=lambda part: part.rank):
-            needed = 2 + len(part.label) + len(part.value)
+        shown, known = set(), list(figures(self.row))
+        for figure in sorted(known, key=lambda figure: figure.rank):
+            needed = 2 + len(figure.label) + len(figure.value)
             if needed > left:
                 break  # a less important one in its place would flicker
             left -= needed
-            shown.add(part)
+            shown.add(figure)
         line = Text(no_wrap=True, overflow="crop", end="")
-        if left >= 10 and len(shown) == len(parts):
+        if left >= 10 and len(shown) == len(known):
             line.append_text(_bar(self.row["step"] / self.total, min(30, left - 2), ascii_only)).append("  ")
         line.append(step, style="bold")
-        for part in parts:
-            if part in shown:
-                line.append("  ").append(part.label, style="dim").append(part.value, style=part.style)
+        for figure in known:
+            if figure in shown:
+                line.append("  ").append(figure.label, style="dim").append(figure.value, style=figure.style)
         return line
-
-
-class _Part(NamedTuple):
-    """A figure of the line; narrow lines keep those of low rank."""
-
-    rank: int
-    label: str
-    value: str
-    style: str = ""
-
-
-def _parts(row: Row) -> Iterator[_Part]:
-    """The figures of a row, in the order of the line."""
-    yield _Part(0, "loss ", f"{row['loss']:.4f}", "bold cyan")
-    for name, (label, form) in PREFERENCES.items():
-        if row.get(name) is not None:
-            yield _Part(4, f"{label} ", form.format(row[name]))
-    yield _Part(4, "grad ", f"{row['grad_norm']:.3g}")
-    yield _Part(3, "lr ", f"{row['learning_rate']:.1e}")
-    if row.get("tokens_per_second") is not None:
-        yield _Part(2, "", f"{row['tokens_per_second']:,.0f} tok/s")
-    if row.get("model_flops_utilization") is not None:
-        yield _Part(6, "MFU ", f"{row['model_flops_utilization']:.1%}")
-    if row.get("memory_bytes") is not None:
-        yield _Part(7, "", f"{row['memory_bytes'] / 2**30:.1f} GiB")
-    if row.get("loss_scale") is not None:
-        yield _Part(8, "scale ", f"{row['loss_scale']:,.0f}")
-    if row.get("skipped_steps"):
-        yield _Part(5, "", f"{row['skipped_steps']:,} skipped", "yellow")
-    if row.get("seconds_left") is not None:
-        yield _Part(1, "", f"{duration(row['seconds_left'])} left", "magenta")
 
 
 def _bar(part: float, width: int, ascii_only: bool) -> Text:

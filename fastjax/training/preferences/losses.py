@@ -110,8 +110,8 @@ class DPOLoss:
         pairs = pairs_of(rows.extra["roles"])
         chosen, rejected = pairs.of(policy.log_probs)
         base_chosen, base_rejected = pairs.of(reference)
-        options = {"beta": self.beta, "label_smoothing": self.label_smoothing}
-        losses = objectives.dpo(chosen, rejected, base_chosen, base_rejected, **options)
+        log_ratio = (chosen - rejected) - (base_chosen - base_rejected)
+        losses = objectives.dpo(log_ratio, beta=self.beta, label_smoothing=self.label_smoothing)
         rewards = self.beta * (chosen - base_chosen), self.beta * (rejected - base_rejected)
         return pairs.sums(losses, *rewards, **_log_probs(chosen, rejected))
 
@@ -136,7 +136,7 @@ class IPOLoss:
         base = policy._replace(log_probs=reference)
         chosen, rejected = pairs.of(policy.means)
         base_chosen, base_rejected = pairs.of(base.means)
-        losses = objectives.ipo(chosen, rejected, base_chosen, base_rejected, beta=self.beta)
+        losses = objectives.ipo((chosen - rejected) - (base_chosen - base_rejected), beta=self.beta)
         ratios = pairs.of(self.beta * (policy.log_probs - reference))
         return pairs.sums(losses, *ratios, **_log_probs(*pairs.of(policy.log_probs)))
 

@@ -10,51 +10,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-def dpo(
-    policy_chosen: Float[Array, "*P"],
-    policy_rejected: Float[Array, "*P"],
-    reference_chosen: Float[Array, "*P"],
-    reference_rejected: Float[Array, "*P"],
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> Float[Array, "*P"]:
+def dpo(log_ratio: Float[Array, "*P"], *, beta: float, label_smoothing: float = 0.0) -> Float[Array, "*P"]:
     """DPO (arXiv 2305.18290, equation 7), conservative where labels are smoothed (cDPO).
 
         h = log(π(y₊)/π₀(y₊)) − log(π(y₋)/π₀(y₋));   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)
 
     Args:
-        policy_chosen: Σ log π of the chosen answer's tokens.
-        policy_rejected: likewise of the rejected one's.
-        reference_chosen: Σ log π₀.
-        reference_rejected: likewise.
+        log_ratio: h, of sums over the answers' tokens.
         beta: β.
         label_smoothing: ε, the probability that a label is wrong, in [0, 0.5).
     """
-    margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
-    return _smoothed(beta * margin, label_smoothing)
+    return _smoothed(beta * log_ratio, label_smoothing)
 
 
-def ipo(
-    policy_chosen: Float[Array, "*P"],
-    policy_rejected: Float[Array, "*P"],
-    reference_chosen: Float[Array, "*P"],
-    reference_rejected: Float[Array, "*P"],
-    *,
-    beta: float,
-) -> Float[Array, "*P"]:
-    """IPO (arXiv 2310.12036, equation 17): (h − 1/(2τ))², h as for `dpo`.
+def ipo(log_ratio: Float[Array, "*P"], *, beta: float) -> Float[Array, "*P"]:
+    """IPO (arXiv 2310.12036, equation 17): (h − 1/(2τ))².
 
     Args:
-        policy_chosen: mean of log π over the chosen answer's tokens: the published results are of means, and so is
+        log_ratio: h as for `dpo`, of means over the answers' tokens: the published results are of means, and so is
             TRL's loss.
-        policy_rejected: likewise of the rejected one's.
-        reference_chosen: mean of log π₀.
-        reference_rejected: likewise.
         beta: τ.
     """
-    margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
-    return jnp.square(margin - 1.0 / (2.0 * beta))
+    return jnp.square(log_ratio - 1.0 / (2.0 * beta))
 
 
 def kto(

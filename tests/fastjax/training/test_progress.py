@@ -42,7 +42,7 @@ def show(terminal: bool, rows: list[dict], total: int, width: int = 120) -> str:
 def test_plain_lines():
     rows = [row(step) for step in range(1, 26)]
     rows[21:21] = [row(21, skipped=True, **FLOAT16), {"step": 21, "event": "saved", "message": "saved [in] x/"}]
-    figures = "12,346 tokens/s  MFU 41.2%  3.0 GiB  0:01:10 left"
+    figures = "12,346 tok/s  MFU 41.2%  3.0 GiB  0:01:10 left"
     assert show(False, [*rows, Evaluation(1.0, 0.5, 10).row(25) | {"eval_exact": 0.25}], 25).splitlines() == [
         "step 1/25: loss 1.5000  lr 2.0e-04  grad norm 0.25  3.0 GiB",
         f"step 10/25: loss 1.5000  lr 2.0e-04  grad norm 0.25  {figures}",
@@ -69,10 +69,10 @@ def test_the_live_line_fits(width, changes):
 def test_the_live_line_drops_what_matters_least():
     full = StatusLine(row(128, **FLOAT16), 1000)
     assert full.fit(36).plain == "  128/1,000  loss 1.5000"
-    assert full.fit(80).plain == "  128/1,000  loss 1.5000  grad 0.25  lr 2.0e-04  12,346 tok/s  0:01:10 left"
-    assert full.fit(140).plain == (
-        "━━────────────────    128/1,000  loss 1.5000  grad 0.25  lr 2.0e-04  12,346 tok/s  MFU 41.2%  "
-        "3.0 GiB  scale 32,768  2 skipped  0:01:10 left"
+    assert full.fit(80).plain == "  128/1,000  loss 1.5000  lr 2.0e-04  grad norm 0.25  12,346 tok/s  0:01:10 left"
+    assert full.fit(150).plain == (
+        "━━────────────────    128/1,000  loss 1.5000  lr 2.0e-04  grad norm 0.25  loss scale 32,768  2 skipped  "
+        "12,346 tok/s  MFU 41.2%  3.0 GiB  0:01:10 left"
     )
     assert set(full.fit(140, ascii_only=True).plain) <= set(map(chr, range(32, 127)))
 

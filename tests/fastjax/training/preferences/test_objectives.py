@@ -43,6 +43,11 @@ def ours(objective, policies, **options):
     return [*map(np.asarray, (losses, *gradients))]
 
 
+def against(objective, base_chosen, base_rejected, **options):
+    """An objective of (chosen, rejected) beside the reference's log-probabilities."""
+    return lambda chosen, rejected: objective((chosen - rejected) - (base_chosen - base_rejected), **options)
+
+
 def theirs(objective, policies):
     """The same with torch, in float64."""
     inputs = [torch.tensor(values, dtype=torch.float64, requires_grad=True) for values in policies]
@@ -88,11 +93,10 @@ def kto_in_torch(policy):
 
 
 def test_formulas_in_torch():
-    bases = {"reference_chosen": BASE_CHOSEN, "reference_rejected": BASE_REJECTED}
     pair = CHOSEN, REJECTED
-    assert_equal(ours(objectives.dpo, pair, **bases, beta=0.3, label_smoothing=0.2), theirs(dpo_in_torch, pair))
-    bases = {"reference_chosen": MEANS[2], "reference_rejected": MEANS[3]}
-    assert_equal(ours(objectives.ipo, MEANS[:2], **bases, beta=0.3), theirs(ipo_in_torch, MEANS[:2]))
+    dpo = against(objectives.dpo, BASE_CHOSEN, BASE_REJECTED, beta=0.3, label_smoothing=0.2)
+    assert_equal(ours(dpo, pair), theirs(dpo_in_torch, pair))
+    assert_equal(ours(against(objectives.ipo, *MEANS[2:], beta=0.3), MEANS[:2]), theirs(ipo_in_torch, MEANS[:2]))
     assert_equal(ours(objectives.odds_ratio, MEANS[:2], beta=0.3), theirs(odds_ratio_in_torch, MEANS[:2]))
     assert_equal(ours(objectives.simpo, MEANS[:2], beta=2.5, gamma=0.7), theirs(simpo_in_torch, MEANS[:2]))
     marks = {"reference": BASE_CHOSEN, "desirable": DESIRABLE, "divergence": jnp.float32(1.25), "beta": 0.3}
@@ -159,9 +163,9 @@ def test_dpo_of_trl(trl, kind):
     loss, gradient, _ = in_trl(trl.DPOTrainer, log_probs, batch, beta=0.3, ld_alpha=None, **options)
     lengths = np.split(batch["completion_mask"].sum(1).numpy().astype(np.float32), 2)
     chosen, rejected = lengths if kind == "ipo" else np.ones((2, PAIRS), np.float32)
-    bases = {"reference_chosen": BASE_CHOSEN / chosen, "reference_rejected": BASE_REJECTED / rejected}
     objective = objectives.ipo if kind == "ipo" else objectives.dpo
-    losses, *gradients = ours(objective, (CHOSEN / chosen, REJECTED / rejected), **bases, beta=0.3)
+    beside = against(objective, BASE_CHOSEN / chosen, BASE_REJECTED / rejected, beta=0.3)
+    losses, *gradients = ours(beside, (CHOSEN / chosen, REJECTED / rejected))
     gradients = np.concatenate([gradients[0] / chosen, gradients[1] / rejected])
     assert_equal((losses.mean(), gradients), (loss, gradient))
 
@@ -205,5 +209,4 @@ def test_orpo_simpo_and_cdpo_of_trl(trl):
 
     options = {"beta": 2.5, "label_smoothing": 0.2}
     assert_equal(ours(objectives.simpo, MEANS[:2], gamma=0.7, **options), theirs(cpo("simpo"), MEANS[:2]))
-    zeros = dict.fromkeys(("reference_chosen", "reference_rejected"), jnp.zeros(PAIRS))
-    assert_equal(ours(objectives.dpo, MEANS[:2], **zeros, **options), theirs(cpo("sigmoid"), MEANS[:2]))
+    assert_equal(ours(against(objectives.dpo, 0.0, 0.0, **options), MEANS[:2]), theirs(cpo("sigmoid"), MEANS[:2]))
