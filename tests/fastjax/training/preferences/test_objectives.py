@@ -1,4 +1,4 @@
-"""The objectives beside the papers' formulas in torch, and beside TRL's trainers, in value and gradient.
+"""The objectives beside TRL's trainers, in value and gradient.
 
 Float32: log-probabilities of some tens, exponentials of their differences.
 """
@@ -59,49 +59,6 @@ def theirs(objective, policies):
 def assert_equal(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def dpo_in_torch(chosen, rejected):
-    ratio = (chosen - rejected) - (torch.tensor(BASE_CHOSEN) - torch.tensor(BASE_REJECTED))
-    return -(0.8 * torch.log(torch.sigmoid(0.3 * ratio)) + 0.2 * torch.log(torch.sigmoid(-0.3 * ratio)))
-
-
-def ipo_in_torch(chosen, rejected):
-    ratio = torch.log(chosen.exp() / torch.tensor(MEANS[2]).exp()) - torch.log(
-        rejected.exp() / torch.tensor(MEANS[3]).exp()
-    )
-    return (ratio - 1 / (2 * 0.3)) ** 2
-
-
-def odds_ratio_in_torch(chosen, rejected):
-    odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
-    return -0.3 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
-
-
-def simpo_in_torch(chosen, rejected):
-    return -torch.log(torch.sigmoid(2.5 * chosen - 2.5 * rejected - 0.7))
-
-
-def kto_in_torch(policy):
-    reward, point = policy - torch.tensor(BASE_CHOSEN), 1.25
-    value = torch.where(
-        torch.tensor(DESIRABLE),
-        1.5 * torch.sigmoid(0.3 * (reward - point)),
-        0.6 * torch.sigmoid(0.3 * (point - reward)),
-    )
-    return torch.where(torch.tensor(DESIRABLE), 1.5, 0.6) - value
-
-
-def test_formulas_in_torch():
-    pair = CHOSEN, REJECTED
-    dpo = against(objectives.dpo, BASE_CHOSEN, BASE_REJECTED, beta=0.3, label_smoothing=0.2)
-    assert_equal(ours(dpo, pair), theirs(dpo_in_torch, pair))
-    assert_equal(ours(against(objectives.ipo, *MEANS[2:], beta=0.3), MEANS[:2]), theirs(ipo_in_torch, MEANS[:2]))
-    assert_equal(ours(objectives.odds_ratio, MEANS[:2], beta=0.3), theirs(odds_ratio_in_torch, MEANS[:2]))
-    assert_equal(ours(objectives.simpo, MEANS[:2], beta=2.5, gamma=0.7), theirs(simpo_in_torch, MEANS[:2]))
-    marks = {"reference": BASE_CHOSEN, "desirable": DESIRABLE, "divergence": jnp.float32(1.25), "beta": 0.3}
-    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.6}
-    assert_equal(ours(objectives.kto, (CHOSEN,), **marks, **weights), theirs(kto_in_torch, (CHOSEN,)))
 
 
 def test_the_divergence_is_a_constant_not_below_zero():
