@@ -1,6 +1,6 @@
 """Settings of other tools' fine-tuning runs as settings of `fastjax train`.
 
-A tool is a table of its keys (`table.Tool`) and a few functions for keys that belong together, such as those of its
+A tool is a table of its keys (`job.Tool`) and a few functions for keys that belong together, such as those of its
 data sets. All write into one `Job`, in which every key of the file ends up in one of four lists: carried over, not
 needed, not carried over, or refused, which ends the import. The names and defaults are those that the tools document.
 """
@@ -11,9 +11,8 @@ from typing import Any
 
 from fastjax.config_import.axolotl import AXOLOTL
 from fastjax.config_import.engine import import_settings
-from fastjax.config_import.job import Job
+from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.llama_factory import LLAMA_FACTORY
-from fastjax.config_import.table import Tool
 from fastjax.config_import.torchtune import TORCHTUNE
 from fastjax.errors import ConfigError
 
@@ -32,11 +31,11 @@ def tool_of(content: Mapping[Any, Any], file: Path) -> Tool:
     Raises:
         ConfigError: the keys of none, or of several.
     """
-    found = {name: [mark for mark in tool.marks if mark in content] for name, tool in TOOLS.items()}
+    found = {name: [mark for mark in tool.marks.split() if mark in content] for name, tool in TOOLS.items()}
     most = max(map(len, found.values()))
     best = [name for name, marks in found.items() if len(marks) == most]
     if most and len(best) == 1:
         return TOOLS[best[0]]
-    wanted = "; ".join(f"{name}'s ({', '.join(tool.marks)})" for name, tool in TOOLS.items())
+    wanted = "; ".join(f"{name}'s ({', '.join(tool.marks.split())})" for name, tool in TOOLS.items())
     given = "; ".join(f"{name}'s {', '.join(marks)}" for name, marks in found.items() if marks) or "none of them"
     raise ConfigError(f"{file}: expected the keys of one tool, {wanted}, got {given}; --from names the tool")

@@ -3,24 +3,23 @@
 import re
 from typing import Any
 
-from fastjax.config_import import common
-from fastjax.config_import.axolotl_data import data
-from fastjax.config_import.axolotl_preferences import preferences
-from fastjax.config_import.common import (
+from fastjax.config_import import shared
+from fastjax.config_import.axolotl_data import data, preferences
+from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.shared import (
     FLOAT8,
     KERNELS,
+    OTHER,
     PARALLEL,
     RECOMPUTE,
-    TOKENS,
+    REFERENCE,
     cadence,
+    fake_quantisation,
     optimizer,
     precision,
     schedule,
     warmup,
 )
-from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import OTHER, REFERENCE
-from fastjax.config_import.table import To, Tool, names, number
 
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
 
@@ -30,20 +29,20 @@ _PEFT_TARGETS = ["q_proj", "v_proj"]
 #: Plugins of Axolotl that change speed and memory alone.
 _FAST = ("cut_cross_entropy", "liger", "kernels", "expert_parallel")
 
-#: (weight_dtype, activation_dtype) of `qat` → weights and activations of training.qat.
-_QAT = {
-    ("int4", None): ("int4", None),
-    ("int4", "int8"): ("int4", "int8"),
-    ("nvfp4", None): ("nvfp4", None),
-    ("nvfp4", "nvfp4"): ("nvfp4", "nvfp4"),
-    ("mxfp4", None): ("mxfp4", None),
-    ("float8_e4m3fn", "float8_e4m3fn"): ("fp8-row", "fp8"),
-    ("fp8", "fp8"): ("fp8-row", "fp8"),
+#: weight_dtype and activation_dtype of `qat` → weights and activations of training.qat.
+_QAT: dict[str, tuple[str | None, str | None]] = {
+    "int4 None": ("int4", None),
+    "int4 int8": ("int4", "int8"),
+    "nvfp4 None": ("nvfp4", None),
+    "nvfp4 nvfp4": ("nvfp4", "nvfp4"),
+    "mxfp4 None": ("mxfp4", None),
+    "float8_e4m3fn float8_e4m3fn": ("fp8-row", "fp8"),
+    "fp8 fp8": ("fp8-row", "fp8"),
 }
 
 
 def _base(job: Job) -> None:
-    name, revision = job.text("base_model"), job.text("revision_of_model")
+    name, revision = job.take("base_model", str), job.take("revision_of_model", str)
     if name is None:
         raise job.wrong("base_model", "a folder or a name on the hub", name)
     if revision is None:
@@ -51,16 +50,13 @@ def _base(job: Job) -> None:
     else:
         job.carry("base_model, revision_of_model", "model.model_name", f"{name}@{revision}")
     for key in ("base_model_config", "tokenizer_config"):
-        if (other := job.text(key)) == name:
-            job.not_needed[key] = "the base model's own"
-        elif other is not None:
-            job.refused[key] = "config.json and the tokenizer come from the base model's folder; put them there"
+        why = "config.json and the tokenizer come from the base model's folder; put them there"
+        shared.wants(job, key, job.take(key, str), name, why)
 
 
 def _method(job: Job) -> None:
     """LoRA, QLoRA or full fine-tuning; the base in 4, 8 or 16 bits."""
-    adapter = job.text("adapter")
-    four, eight = job.flag("load_in_4bit"), job.flag("load_in_8bit")
+    adapter, four = job.take("adapter", str), job.flag("load_in_4bit")
     if adapter not in (None, "lora", "qlora"):
         job.refused["adapter"] = "there are lora, qlora and none (full fine-tuning)"
     elif adapter is None:
@@ -69,10 +65,10 @@ def _method(job: Job) -> None:
     else:
         job.carry("adapter", "model.full_finetuning", False)
         job.carry("load_in_4bit", "model.load_in_4bit", four or adapter == "qlora")
-    if eight:
+    if job.flag("load_in_8bit"):
         job.not_carried["load_in_8bit"] = "no base in 8 bits: it stays in 16; model.load_in_4bit: true takes a quarter"
-    targets, linear = job.take("lora_target_modules"), job.flag("lora_target_linear")
-    if linear or targets == "all-linear":
+    targets = job.take("lora_target_modules")
+    if job.flag("lora_target_linear") or targets == "all-linear":
         pass  # lora.target_modules: null is every projection
     elif isinstance(targets, str) or targets:
         job.carry("lora_target_modules", "lora.target_modules", targets)
@@ -80,42 +76,40 @@ def _method(job: Job) -> None:
         job.carry("lora_target_modules", "lora.target_modules", _PEFT_TARGETS, "PEFT's default")
 
 
-def _length(job: Job) -> None:
+def _rows(job: Job) -> None:
     """Rows a step."""
     total, rows = job.integer("batch_size"), job.integer("micro_batch_size") or 1
     steps = job.integer("gradient_accumulation_steps")
     job.carry("micro_batch_size", "training.per_device_train_batch_size", rows)
-    if steps is not None:
-        job.carry("gradient_accumulation_steps", "training.gradient_accumulation_steps", steps)
-    elif total is not None:
+    if steps is None and total is not None:
         job.carry("batch_size", "training.gradient_accumulation_steps", max(1, total // rows))
+    job.carry_given("gradient_accumulation_steps", "training.gradient_accumulation_steps", steps)
 
 
 def _schedule(job: Job) -> None:
     schedule(job, "lr_scheduler", "lr_scheduler_kwargs", default="cosine")
     warmup(job, "warmup_steps", "warmup_ratio")
-    if job.values.get("warmup_steps") is None and job.values.get("warmup_ratio") is None:
-        if job.values.get("lr_scheduler") != "constant":
-            note = f"{job.tool.name}'s default, at most 100 steps there"
-            job.carry("warmup_ratio", "optimizer.warmup_ratio", 0.03, note)
+    given = [job.values.get(key) for key in ("warmup_steps", "warmup_ratio")]
+    if given == [None, None] and job.values.get("lr_scheduler") != "constant":
+        note = f"{job.tool.name}'s default, at most 100 steps there"
+        job.carry("warmup_ratio", "optimizer.warmup_ratio", 0.03, note)
     optimizer(job, "optimizer")
 
 
 def _precision(job: Job) -> None:
-    flags = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16"))
-    precision(job, (*flags, ("float32", "float32")), param_dtype=job.values.get("adapter") is None)
+    flags = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "float32": "float32"}
+    precision(job, flags, param_dtype=job.values.get("adapter") is None)
     if job.values.get("bf16") is False and "model.dtype" not in job.carried:
         job.carry("bf16", "model.dtype", "float32", "no 16-bit dtype is named")
 
 
 def _checkpoints(job: Job) -> None:
     """When to save and to evaluate."""
-    for kind, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
-        setting = {"save": "output.save_steps", "eval": "training.eval_steps"}[kind]
+    for kind, setting in (("save", "output.save_steps"), ("eval", "training.eval_steps")):
         cadence(job, f"{kind}_steps", setting)
-        strategy, times = job.text(f"{kind}_strategy"), job.number(per_epoch)
+        strategy, times = job.take(f"{kind}_strategy", str), job.number(f"{kind}s_per_epoch")
         if times and setting not in job.carried:
-            _per_epoch(job, per_epoch, times, setting)
+            _per_epoch(job, f"{kind}s_per_epoch", times, setting)
         if strategy == "best":
             job.not_carried[f"{kind}_strategy"] = "output.load_best_model_at_end keeps the best checkpoint"
         elif setting in job.carried or strategy in ("steps", "no"):
@@ -138,67 +132,48 @@ def _per_epoch(job: Job, key: str, times: float, setting: str) -> None:
 
 
 def _trackers(job: Job) -> None:
-    wanted = job.take("use_wandb")
-    place = {name: job.text(f"wandb_{name}") for name in ("project", "entity")}
-    used = wanted or (wanted is None and place["project"])
-    if used:
-        job.carry("use_wandb" if wanted else "wandb_project", "output.report_to", ["wandb"])
-    for name, value in place.items():
-        if value and used:
-            job.carry(f"wandb_{name}", f"output.{name}", value)
     if job.flag("use_tensorboard"):
-        earlier = job.carried.get("output.report_to")
-        keys = ["use_tensorboard"] if earlier is None else [earlier.key, "use_tensorboard"]
-        kinds = ["tensorboard"] if earlier is None else ["tensorboard", *earlier.value]
-        job.carry(", ".join(keys), "output.report_to", kinds, "" if earlier is None else earlier.note)
-    if name := job.text("wandb_name"):
-        job.carry("wandb_name", "output.run_name", name)
+        job.carry("use_tensorboard", "output.report_to", ["tensorboard"])
+    wanted, project, entity = job.take("use_wandb"), job.take("wandb_project", str), job.take("wandb_entity", str)
+    if wanted or (wanted is None and project):
+        job.carry_more("use_wandb" if wanted else "wandb_project", "output.report_to", ["wandb"])
+        job.carry_given("wandb_project", "output.project", project or None)
+        job.carry_given("wandb_entity", "output.entity", entity or None)
+    job.carry_given("wandb_name", "output.run_name", job.take("wandb_name", str) or None)
 
 
 def _tokens(job: Job) -> None:
-    tokens = job.take("tokens")
-    old = job.to_mapping("tokens", tokens) if isinstance(tokens, dict) else {}
+    tokens = job.take("tokens", list[Any] | dict[str, Any])
     given = {f"special_tokens.{key}": value for key, value in job.mapping("special_tokens").items()}
-    for where, value in (given | {f"tokens.{key}": value for key, value in old.items()}).items():
+    if isinstance(tokens, dict):
+        given |= {f"tokens.{key}": value for key, value in tokens.items()}
+    for where, value in given.items():
         if where.endswith(".pad_token") or not value:
             job.not_needed[where] = "rows are filled without one"
         elif where.endswith(".additional_special_tokens"):
             job.carry(where, "model.new_tokens", value)
         else:
-            job.not_carried[where] = (
-                "the tokenizer's own is taken; another is set in the folder's tokenizer_config.json"
-            )
+            reason = "the tokenizer's own is taken; another is set in the folder's tokenizer_config.json"
+            job.not_carried[where] = reason
     if isinstance(tokens, list) and tokens:
-        earlier = job.carried.get("model.new_tokens")
-        key = "tokens" if earlier is None else f"{earlier.key}, tokens"
-        job.carry(key, "model.new_tokens", [*([] if earlier is None else earlier.value), *tokens])
-    elif tokens is not None and not isinstance(tokens, dict):
-        raise job.wrong("tokens", "a list of strings", tokens)
+        job.carry_more("tokens", "model.new_tokens", tokens)
 
 
 def _qat(job: Job) -> None:
     given = job.mapping("qat")
-    if not given:
-        return
-    wanted = tuple(None if given.get(key) is None else str(given[key]) for key in ("weight_dtype", "activation_dtype"))
-    size = given.get("group_size") or 32
-    weights, activations = _QAT.get(wanted, ("", None))  # pyright: ignore[reportArgumentType]
-    if not weights or (weights == "int4" and size not in (32, 128)) or given.get("quantize_embedding"):
-        job.refused["qat"] = "training.qat has int4 in groups of 32 or 128 (inputs in int8), fp8, nvfp4 and mxfp4"
-        return
-    section: dict[str, Any] = {"weights": f"int4-{size}" if weights == "int4" else weights}
-    if activations is not None:
-        section["activations"] = activations
-    if given.get("fake_quant_after_n_steps"):
-        section["start_step"] = given["fake_quant_after_n_steps"]
-    job.carry("qat", "training.qat", section, TOKENS if activations == "int8" else "")
+    if given:
+        wanted = [None if given.get(key) is None else str(given[key]) for key in ("weight_dtype", "activation_dtype")]
+        embedding = given.get("quantize_embedding")
+        weights, activations = (None, None) if embedding else _QAT.get(" ".join(map(str, wanted)), (None, None))
+        size, start = given.get("group_size") or 32, given.get("fake_quant_after_n_steps")
+        fake_quantisation(job, "qat", weights, size, activations, start)
 
 
 def _plugins(job: Job) -> None:
     """Plugins; the keys of those that make training faster stand in the table."""
-    for name in job.names("plugins") or []:
+    for name in job.names("plugins"):
         short = re.sub(r"^axolotl\.integrations\.", "", name)
-        if any(short.startswith(fast) for fast in _FAST):
+        if short.startswith(_FAST):
             job.not_needed[f"plugins: {short}"] = KERNELS
         elif short.startswith("swanlab"):
             job.not_carried[f"plugins: {short}"] = _LOG
@@ -208,7 +183,7 @@ def _plugins(job: Job) -> None:
 
 def _rope(job: Job) -> None:
     changes = {**job.mapping("overrides_of_model_config"), **job.mapping("model_config")}
-    rope = job.mapping("rope_scaling") or job.to_mapping("rope_scaling", changes.pop("rope_scaling", {}))
+    rope = job.mapping("rope_scaling") or job.checked("rope_scaling", changes.pop("rope_scaling", {}))
     if rope:
         renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
         job.carry("rope_scaling", "model.rope_scaling", renamed)
@@ -221,40 +196,22 @@ def _rope(job: Job) -> None:
 
 
 SETTINGS = {
-    **common.SETTINGS,
-    "sequence_len": To("model.max_seq_length", 512),
-    "lora_r": To("lora.r", 8),
-    "lora_alpha": To("lora.lora_alpha", 8),
-    "lora_modules_to_save": names("lora.modules_to_save"),
-    "lora_target_parameters": names("lora.target_parameters"),
-    "lora_rank_pattern": To("lora.rank_pattern"),
-    "lora_alpha_pattern": To("lora.alpha_pattern"),
-    "lora_layers_to_transform": To("lora.layers_to_transform"),
-    "peft_layers_to_transform": To("lora.layers_to_transform"),
-    "peft_use_dora": To("lora.use_dora"),
-    "peft_use_rslora": To("lora.use_rslora"),
-    "peft_init_lora_weights": To("lora.init_lora_weights"),
-    "peft_trainable_token_indices": To("lora.trainable_token_indices"),
-    "peft_ensure_weight_tying": To("lora.ensure_weight_tying"),
-    "lora_model_dir": To("lora.adapter"),
-    "embedding_lr": number("optimizer.embedding_learning_rate"),
-    "cosine_min_lr_ratio": number("optimizer.min_lr_ratio"),
-    "adam_eps": number("optimizer.adam_epsilon"),
-    "num_epochs": number("training.num_train_epochs"),
-    "max_steps": To("training.max_steps"),
-    "eval_batch_size": To("training.per_device_eval_batch_size"),
-    "early_stopping_patience": To("training.early_stopping_patience"),
-    "noisy_embedding_alpha": number("training.neftune_noise_alpha"),
-    "chat_template_kwargs": To("data.chat_template_kwargs"),
-    "output_dir": To("output.output_dir", "./model-out"),
-    "auto_resume_from_checkpoints": To("output.resume"),
-    "dp_replicate_size": To("parallel.data"),
-    "dp_shard_size": To("parallel.fsdp"),
-    "context_parallel_size": To("parallel.context"),
-    "sequence_parallel_degree": To("parallel.context"),
-    "tensor_parallel_size": To("parallel.tensor"),
-    "expert_parallel_size": To("parallel.expert"),
+    "model": "sequence_len:max_seq_length",
+    "lora": "lora_r:r lora_alpha lora_modules_to_save:modules_to_save lora_target_parameters:target_parameters "
+    "lora_rank_pattern:rank_pattern lora_alpha_pattern:alpha_pattern lora_layers_to_transform:layers_to_transform "
+    "peft_layers_to_transform:layers_to_transform peft_use_dora:use_dora peft_use_rslora:use_rslora "
+    "peft_init_lora_weights:init_lora_weights peft_trainable_token_indices:trainable_token_indices "
+    "peft_ensure_weight_tying:ensure_weight_tying lora_model_dir:adapter",
+    "optimizer": "embedding_lr:embedding_learning_rate cosine_min_lr_ratio:min_lr_ratio adam_eps:adam_epsilon",
+    "training": "num_epochs:num_train_epochs max_steps eval_batch_size:per_device_eval_batch_size "
+    "early_stopping_patience noisy_embedding_alpha:neftune_noise_alpha",
+    "data": "chat_template_kwargs",
+    "output": "output_dir auto_resume_from_checkpoints:resume",
+    "parallel": "dp_replicate_size:data dp_shard_size:fsdp context_parallel_size:context "
+    "sequence_parallel_degree:context tensor_parallel_size:tensor expert_parallel_size:expert",
 }
+
+DEFAULTS = {"sequence_len": 512, "lora_r": 8, "lora_alpha": 8, "output_dir": "./model-out"}
 
 NOT_NEEDED = {
     "config.json and the tokenizer's files say it": "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy "
@@ -331,12 +288,13 @@ REFUSED = {
 
 AXOLOTL = Tool(
     "axolotl",
-    "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset".split(),
+    "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset",
     (
-        *(_base, _method, _length, _schedule, _precision, _checkpoints, _trackers, preferences),
+        *(_base, _method, _rows, _schedule, _precision, _checkpoints, _trackers, preferences),
         *(data, _tokens, _qat, _plugins, _rope),
     ),
-    SETTINGS,
+    (shared.SETTINGS, SETTINGS),
+    DEFAULTS,
     NOT_NEEDED,
     NOT_CARRIED,
     REFUSED,

@@ -1,84 +1,56 @@
-"""Axolotl's data sets, by the types of their rows, and their chat template."""
+"""Axolotl's data sets, by the types of their rows, their chat template, and the loss of preferences (TRL's)."""
 
 from pathlib import Path
 from typing import Any
 
-from fastjax.config_import import axolotl_preferences
-from fastjax.config_import.common import TEMPLATES, hold_out, write_data
+from convert.errors import shorten
 from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import ONE_TEMPLATE, spelling
+from fastjax.config_import.shared import (
+    LOSSES,
+    NO_RL,
+    ONE_TEMPLATE,
+    PAIR,
+    SYSTEM,
+    TEMPLATES,
+    answer_length,
+    carry_loss,
+    check_speakers,
+    file_of,
+    hold_out,
+    spelling,
+    wants,
+    write_data,
+)
 from fastjax.data.columns import SHAREGPT_ROLES
+from fastjax.training.config.preferences import WITH_REFERENCE
 
-
-def data(job: Job) -> None:
-    """Data sets, their template, and what is learnt of them."""
-    listed = [_source(job, f"datasets[{n}]", item) for n, item in enumerate(job.listed("datasets"))]
-    single = isinstance(job.values.get("pretraining_dataset"), str | dict)
-    streamed = [job.take("pretraining_dataset")] if single else job.listed("pretraining_dataset")
-    listed += [_pretraining(job, f"pretraining_dataset[{n}]", item) for n, item in enumerate(streamed)]
-    if not listed and not job.refused:
-        raise job.wrong("datasets", "at least one data set", None)
-    held_out = [_source(job, f"test_datasets[{n}]", item) for n, item in enumerate(job.listed("test_datasets"))]
-    chats = [source for source in (*listed, *held_out) if source["kind"] != "text"]
-    roles = {tuple(source.pop("learnt", ("assistant",))) for source in chats}
-    kinds = {source.pop("kind") for source in listed}
-    _template(job, kinds | {source.pop("kind") for source in held_out})
-    if held_out:
-        write_data(job, "test_datasets", held_out, "data.eval")
-    hold_out(job, "val_set_size", listed, named=bool(held_out))
-    if listed:
-        write_data(job, "datasets" if "datasets" in job.taken else "pretraining_dataset", listed)
-    if len(roles) > 1:
-        job.refused["datasets[].roles_to_train"] = "data.loss_on holds for all data sets"
-    if job.flag("train_on_inputs"):
-        job.carry("train_on_inputs", "data.loss_on", "all")
-    elif roles - {("assistant",)}:
-        job.carry("datasets[].roles_to_train", "data.loss_on", list(roles.pop()))
-    too_long = job.text("excess_length_strategy") or ("split" if kinds == {"text"} else "drop")
-    if too_long == "raise":
-        job.refused["excess_length_strategy"] = "data.too_long has truncate, split and drop"
-    job.carry("excess_length_strategy", "data.too_long", too_long)
-    packed = job.flag("sample_packing", default=bool(streamed))
-    job.carry("sample_packing", "data.packing", packed)
-
-
-#: Kinds of preferences whose rows do not go through the chat template that the file names.
-_OWN = frozenset((*axolotl_preferences.OWN_TEMPLATES, "texts"))
-
-
-def _template(job: Job, kinds: set[str]) -> None:
-    name, file = job.text("chat_template"), job.text("chat_template_jinja")
-    inner = {str(item["chat_template"]) for item in job.values.get("datasets") or [] if item.get("chat_template")}
-    if len(inner | ({name} - {None})) > 1:
-        job.refused["datasets[].chat_template"] = ONE_TEMPLATE
-    name = name or (inner.pop() if inner else None)
-    if file is not None:
-        if not Path(file).is_file():
-            job.refused["chat_template_jinja"] = "data.chat_template takes a file: save the template and name the file"
-        job.carry("chat_template_jinja", "data.chat_template", file)
-        job.not_needed["chat_template"] = "chat_template_jinja is it"
-    elif kinds & _OWN and len(kinds) > 1:
-        job.refused["datasets[].type"] = ONE_TEMPLATE
-    elif kinds & _OWN:
-        (kind,) = kinds
-        if kind != "texts":
-            job.carry("datasets[].type", "data.chat_template", kind)
-        if name is not None:
-            job.not_needed["chat_template"] = "rows of these types do not go through it"
-    elif kinds == {"instruction"}:
-        job.carry("datasets[].type", "data.chat_template", "alpaca")
-        if name is not None:
-            job.not_needed["chat_template"] = "rows of type alpaca do not go through it"
-    elif name in TEMPLATES:
-        job.carry("chat_template", "data.chat_template", name)
-    elif name == "tokenizer_default":
-        job.not_needed["chat_template"] = "data.chat_template: null is the tokenizer's own"
-    elif name is not None:
-        job.not_carried["chat_template"] = "the tokenizer's own is taken; data.chat_template names another, or a file"
-    if "instruction" in kinds and kinds != {"instruction"}:
-        job.not_carried["datasets[].type"] = f"alpaca's wording: {ONE_TEMPLATE}"
-
-
+_INSTRUCTION = ("instruction", "input", "output")
+#: Second part of a type of pairs → the column of the prompt; None: it is what both answers begin with.
+_PAIRS: dict[str, str | None] = {
+    "argilla": "instruction",
+    "argilla_chat": None,
+    "icr": "input",
+    "intel": "question",
+    "prompt_pairs": "prompt",
+    "ultra": "prompt",
+}
+#: Those of single answers.
+_SINGLE = {form: prompt for form, prompt in _PAIRS.items() if form not in ("argilla_chat", "icr")}
+#: First part of such a type, which brings a chat template of its own.
+_OWN_TEMPLATES = ("chatml", "llama3")
+#: Types of messages with two answers → the default column of their prompt; None as in `_PAIRS`.
+_MESSAGES = {
+    "chat_template": "messages",
+    "chat_template.default": "messages",
+    "chat_template.argilla": "prompt",
+    "chat_template.argilla_chat": None,
+}
+#: Loss → its arguments: the keys, and TRL's defaults.
+_ARGUMENTS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "dpo": {"label_smoothing": ("dpo_label_smoothing", None)},
+    "kto": {f"{kind}_weight": (f"kto_{kind}_weight", 1.0) for kind in ("desirable", "undesirable")},
+    "simpo": {"gamma": ("simpo_gamma", 0.5)},
+}
 #: Keys of a data set that change nothing, or name what others here say.
 _IDLE = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "input_format", "chat_template")
 #: Keys of a data set whose values have one meaning here → that value.
@@ -93,23 +65,104 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
-    """A data set as a section of data.train, and the kind of its rows."""
-    given = job.to_mapping(where, item)
-    source: dict[str, Any] = {"path": given.pop("path", None), "name": given.pop("name", None)}
-    if not isinstance(source["path"], str):
-        raise job.wrong(f"{where}.path", "a string", source["path"])
-    files = given.pop("data_files", None)
-    if files is not None:
-        one = isinstance(files, str) or (isinstance(files, list) and len(files) == 1)
-        if source["path"] not in ("json", "csv", "parquet") or not one:
-            job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name: name each as its path"
+def preferences(job: Job) -> None:
+    """The loss with its settings, and the lengths of answers; defaults are TRL's."""
+    loss = job.take("rl", str)
+    if loss is None:
+        return
+    if loss not in LOSSES:
+        job.refused["rl"] = f"{shorten(loss, 80)}: {NO_RL}"
+        return
+    carry_loss(job, "rl", loss, _ARGUMENTS.get(loss, {}))
+    given = {key: value for key in ("trl.beta", "rl_beta", "orpo_alpha") if (value := job.number(key)) is not None}
+    used, beta = next(iter(given.items()), ("rl_beta", 0.1))
+    job.carry(used, "preferences.beta", beta)
+    job.not_carried |= {key: f"{used} stands before it" for key in given if key != used}
+    job.not_carried |= {f"trl.{key}": "of GRPO" for key in job.mapping("trl") if key != "beta"}
+    if loss == "orpo":
+        job.carry("rl", "preferences.nll_tokens", "all", "the first term over prompts too, as in TRL")
+    if loss == "simpo":
+        if job.number("cpo_alpha") == 0:
+            job.not_needed["cpo_alpha"] = "SimPO alone, as here"
         else:
-            source["path"] = files if isinstance(files, str) else files[0]
+            job.refused["cpo_alpha"] = "by it, or by its default of 1, cross-entropy is added; only 0 there is"
+    if loss in WITH_REFERENCE and job.flag("precompute_ref_log_probs"):
+        job.carry("precompute_ref_log_probs", "preferences.precompute_ref_log_probs", True)
+    answer_length(job, "sequence_len", 512)
+
+
+def data(job: Job) -> None:
+    """Data sets, their template, and what is learnt of them."""
+    listed = [_source(job, f"datasets[{n}]", item) for n, item in enumerate(job.take("datasets", list) or [])]
+    streamed = job.take("pretraining_dataset", list | str | dict[str, Any]) or []
+    streamed = streamed if isinstance(streamed, list) else [streamed]
+    listed += [_pretraining(job, f"pretraining_dataset[{n}]", item) for n, item in enumerate(streamed)]
+    if not listed and not job.refused:
+        raise job.wrong("datasets", "at least one data set", None)
+    held_out = [
+        _source(job, f"test_datasets[{n}]", item) for n, item in enumerate(job.take("test_datasets", list) or [])
+    ]
+    roles = {source.get("learnt", ("assistant",)) for source in (*listed, *held_out) if source["kind"] != "text"}
+    kinds = {source["kind"] for source in listed}
+    _template(job, kinds | {source["kind"] for source in held_out})
+    if held_out:
+        write_data(job, "test_datasets", held_out, "data.eval")
+    hold_out(job, "val_set_size", listed, named=bool(held_out))
+    if listed:
+        write_data(job, "datasets" if "datasets" in job.taken else "pretraining_dataset", listed)
+    if len(roles) > 1:
+        job.refused["datasets[].roles_to_train"] = "data.loss_on holds for all data sets"
+    if job.flag("train_on_inputs"):
+        job.carry("train_on_inputs", "data.loss_on", "all")
+    elif roles - {("assistant",)}:
+        job.carry("datasets[].roles_to_train", "data.loss_on", list(roles.pop()))
+    too_long = job.take("excess_length_strategy", str) or ("split" if kinds == {"text"} else "drop")
+    if too_long == "raise":
+        job.refused["excess_length_strategy"] = "data.too_long has truncate, split and drop"
+    job.carry("excess_length_strategy", "data.too_long", too_long)
+    job.carry("sample_packing", "data.packing", job.flag("sample_packing", default=bool(streamed)))
+
+
+def _template(job: Job, kinds: set[str]) -> None:
+    name, file = job.take("chat_template", str), job.take("chat_template_jinja", str)
+    inner = {str(item["chat_template"]) for item in job.values.get("datasets") or [] if item.get("chat_template")}
+    if len(inner | ({name} - {None})) > 1:
+        job.refused["datasets[].chat_template"] = ONE_TEMPLATE
+    name = name or (inner.pop() if inner else None)
+    passed_by = kinds & {*_OWN_TEMPLATES, "texts", "instruction"}  # rows that do not go through that template
+    if file is not None:
+        if not Path(file).is_file():
+            job.refused["chat_template_jinja"] = "data.chat_template takes a file: save the template and name the file"
+        job.carry("chat_template_jinja", "data.chat_template", file)
+        job.not_needed["chat_template"] = "chat_template_jinja is it"
+    elif passed_by - {"instruction"} and len(kinds) > 1:
+        job.refused["datasets[].type"] = ONE_TEMPLATE
+    elif passed_by and passed_by == kinds:
+        (kind,) = kinds
+        if kind != "texts":
+            job.carry("datasets[].type", "data.chat_template", "alpaca" if kind == "instruction" else kind)
+        if name is not None:
+            job.not_needed["chat_template"] = "rows of these types do not go through it"
+    elif name in TEMPLATES:
+        job.carry("chat_template", "data.chat_template", name)
+    elif name == "tokenizer_default":
+        job.not_needed["chat_template"] = "data.chat_template: null is the tokenizer's own"
+    elif name is not None:
+        job.not_carried["chat_template"] = "the tokenizer's own is taken; data.chat_template names another, or a file"
+    if "instruction" in kinds and kinds != {"instruction"}:
+        job.not_carried["datasets[].type"] = f"alpaca's wording: {ONE_TEMPLATE}"
+
+
+def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
+    """A data set as a section of data.train, with the kind of its rows and the roles that are learnt."""
+    given = job.checked(where, item)
+    path = job.checked(f"{where}.path", given.pop("path", None), str)
+    source = {"path": file_of(job, where, path, given.pop("data_files", None)), "name": given.pop("name", None)}
     if given.get("ds_type") in ("text", "arrow"):
         job.refused[f"{where}.ds_type"] = "files are JSON, CSV or parquet"
     source["split"] = str(given.pop("split", "train"))
-    source |= _columns(job, where, given)
+    columns = _columns if job.values.get("rl") is None else _preference_columns
+    source |= columns(job, where, given)
     for key, value in given.items():
         if key in _FIXED and value not in _FIXED[key]:
             job.refused[f"{where}.{key}"] = f"only {str(_FIXED[key][0]).lower()} there is"
@@ -120,56 +173,92 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
     return source
 
 
-def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The kind of a data set's rows and their columns, whose keys are removed from `given`."""
-    if job.values.get("rl") is not None:
-        return axolotl_preferences.columns(job, where, given)
-    kind = given.pop("type", None)
-    if isinstance(kind, dict):
-        return _own_instructions(job, where, job.to_mapping(f"{where}.type", kind))
-    if kind == "completion":
-        return {"kind": "text", "columns": {"text": given.pop("field", "text")}}
-    if kind == "alpaca":
-        return {"kind": "instruction", "columns": {name: name for name in ("instruction", "input", "output")}}
-    if kind not in ("chat_template", "chat_template.default", "sharegpt"):
-        job.refused[f"{where}.type"] = f"{kind} is not supported; chat_template, alpaca, completion or fields there are"
-        return {"kind": "chat"}
-    names = job.to_texts(f"{where}.message_property_mappings", given.pop("message_property_mappings", {}))
-    old = kind == "sharegpt"
-    role = given.pop("message_field_role", None) or names.pop("role", "from" if old else "role")
-    content = given.pop("message_field_content", None) or names.pop("content", "value" if old else "content")
-    column = given.pop("field_messages", None) or ("conversations" if old else "messages")
-    meaning = spelling(job, f"{where}.message_property_mappings", role, content, names)
-    axolotl_preferences.check_roles(job, where, given.pop("roles", {}))
-    learnt = given.pop("roles_to_train", ["assistant"])
-    told = [SHAREGPT_ROLES.get(str(name)) for name in learnt] if isinstance(learnt, list) else []
-    if not told or None in told:
-        job.refused[f"{where}.roles_to_train"] = f"expected some of {', '.join(SHAREGPT_ROLES)}"
-    columns = {meaning: column}
-    if (tools := given.pop("field_tools", None)) is not None:
-        columns["tools"] = tools
-    return {"kind": "chat", "columns": columns, "learnt": sorted(set(filter(None, told)))}
-
-
-def _own_instructions(job: Job, where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A data set of instructions whose type lists its columns."""
-    columns = {name: fields.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
-    for key in ("system_prompt", "system_format", "field_system", "format", "no_input_format"):
-        if fields.get(key):
-            job.refused[f"{where}.type.{key}"] = (
-                "rows go through a chat template: data.chat_template takes a Jinja file"
-            )
-    return {"kind": "chat", "columns": columns}
-
-
 def _pretraining(job: Job, where: str, item: Any) -> dict[str, Any]:
     """A data set of plain text that is streamed."""
-    given = {"path": item} if isinstance(item, str) else job.to_mapping(where, item)
+    given = {"path": item} if isinstance(item, str) else job.checked(where, item)
     source = {key: given.pop(key) for key in ("path", "name") if key in given}
     source["split"] = str(given.pop("split", "train"))
     source |= {"kind": "text", "streaming": True, "columns": {"text": given.pop("text_column", "text")}}
     if given.pop("type", "pretrain") not in ("pretrain", "completion"):
         job.refused[f"{where}.type"] = "pretraining reads plain text"
-    for key in given:
-        job.not_carried[f"{where}.{key}"] = "unknown to this import"
+    job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
     return source
+
+
+def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The kind of a data set's rows and their columns, whose keys are removed from `given`."""
+    kind = given.pop("type", None)
+    if isinstance(kind, dict):
+        for key in ("system_prompt", "system_format", "field_system", "format", "no_input_format"):
+            if kind.get(key):
+                why = "rows go through a chat template: data.chat_template takes a Jinja file"
+                job.refused[f"{where}.type.{key}"] = why
+        return {"kind": "chat", "columns": {name: kind.get(f"field_{name}") or name for name in _INSTRUCTION}}
+    if kind == "completion":
+        return {"kind": "text", "columns": {"text": given.pop("field", "text")}}
+    if kind == "alpaca":
+        return {"kind": "instruction", "columns": {name: name for name in _INSTRUCTION}}
+    if kind not in ("chat_template", "chat_template.default", "sharegpt"):
+        job.refused[f"{where}.type"] = f"{kind} is not supported; chat_template, alpaca, completion or fields there are"
+        return {"kind": "chat"}
+    usual = ("conversations", "from", "value") if kind == "sharegpt" else ("messages", "role", "content")
+    column = given.pop("field_messages", None) or usual[0]
+    columns = {_speech(job, where, given, *usual[1:]): column}
+    learnt = given.pop("roles_to_train", ["assistant"])
+    roles = [SHAREGPT_ROLES.get(str(name)) for name in learnt] if isinstance(learnt, list) else []
+    if not roles or None in roles:
+        job.refused[f"{where}.roles_to_train"] = f"expected some of {', '.join(SHAREGPT_ROLES)}"
+    if (tools := given.pop("field_tools", None)) is not None:
+        columns["tools"] = tools
+    return {"kind": "chat", "columns": columns, "learnt": tuple(sorted(set(filter(None, roles))))}
+
+
+def _speech(job: Job, where: str, given: dict[str, Any], role: str, content: str) -> str:
+    """The meaning of a column of messages, whose parts are named so unless `given` says otherwise."""
+    key = f"{where}.message_property_mappings"
+    names = job.checked(key, given.pop("message_property_mappings", {}), dict[str, str])
+    role = given.pop("message_field_role", None) or names.pop("role", role)
+    content = given.pop("message_field_content", None) or names.pop("content", content)
+    meaning = spelling(job, key, role, content, names)
+    roles = job.checked(f"{where}.roles", given.pop("roles", {}))
+    listed = {role: names if isinstance(names, list) else [names] for role, names in roles.items()}
+    check_speakers(job, f"{where}.roles", {str(name): role for role, names in listed.items() for name in names})
+    return meaning
+
+
+def _preference_columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The kind and the columns of a data set of preferences; their keys are removed from `given`."""
+    kind, single = given.pop("type", None), job.values.get("rl") == "kto"
+    if isinstance(kind, dict):
+        return _texts(job, f"{where}.type", job.checked(f"{where}.type", kind), single)
+    prompts, messages = (_SINGLE, {}) if single else (_PAIRS, _MESSAGES)
+    template = next((name for name in _OWN_TEMPLATES if str(kind).startswith(f"{name}.")), None)
+    if template and (form := str(kind).removeprefix(f"{template}.")) in prompts:
+        answers = {"completion": "completion", "label": "label"} if single else PAIR
+        if form == "argilla" and not single:
+            answers = {name: f"{name}_response" for name in PAIR}
+        if (prompt := prompts[form]) is None:
+            return {"kind": template, "columns": answers}
+        job.not_carried[f"{where}.type"] = SYSTEM
+        return {"kind": template, "columns": {"prompt": prompt, **answers}}
+    if isinstance(kind, str) and kind in messages:
+        _speech(job, where, given, "role", "content")
+        fields = {name: given.pop(f"field_{name}", name) for name in (messages[kind], *PAIR) if name is not None}
+        fields = job.checked(where, fields, dict[str, str])
+        columns = {"prompt" if name == messages[kind] else name: column for name, column in fields.items()}
+        return {"kind": "chat", "columns": columns}
+    known = ", ".join([*(f"{template}.{form}" for template in _OWN_TEMPLATES for form in prompts), *messages])
+    reason = f"is not supported with rl: {shorten(str(job.values['rl']), 80)}; {known} and fields there are"
+    job.refused[f"{where}.type"] = f"{shorten(str(kind), 80)} {reason}"
+    return {"kind": "chat"}
+
+
+def _texts(job: Job, where: str, given: dict[str, Any], single: bool) -> dict[str, Any]:
+    """A data set of texts whose type lists its columns."""
+    names = ("prompt", "completion", "label") if single else ("prompt", *PAIR)
+    for name in names:
+        wants(job, f"{where}.{name}_format", given.pop(f"{name}_format", None), f"{{{name}}}", "texts are as they are")
+    wants(job, f"{where}.field_system", given.pop("field_system", None), None, SYSTEM)
+    columns = job.checked(where, {name: given.pop(f"field_{name}", None) or name for name in names}, dict[str, str])
+    job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
+    return {"kind": "texts", "columns": columns}

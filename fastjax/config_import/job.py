@@ -1,15 +1,64 @@
-"""One import: the keys of another tool's file, and what became of each."""
+"""One import: the table of a tool, the keys of its file, and what became of each."""
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.errors import shorten, shown
-from fastjax.config_import.table import Tool
 from fastjax.errors import ConfigError
+from fastjax.options import describe, fits, hints_of
+from fastjax.training.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A tool's settings. Texts list keys; one that ends in * stands for all keys that begin so.
+
+    Attributes:
+        name: as on the command line.
+        marks: those that only its files have.
+        groups: functions of a `Job` for keys that belong together; they come first.
+        settings: tables of a section here → keys that each become a setting of it, written key:name where these differ.
+        defaults: such a key → the tool's own value, where it is another than this program's.
+        not_needed: why a key changes nothing here, whatever its value → such keys.
+        not_carried: why a key has no equivalent → such keys.
+        refused: why the result would be another → such keys.
+        harmless: keys of `not_carried` and `refused` → the values that change nothing; others: those that are off.
+        read: the file's content with its references resolved, where the tool has such.
+    """
+
+    name: str
+    marks: str
+    groups: Sequence[Callable[[Any], None]]
+    settings: Sequence[Mapping[str, str]]
+    defaults: Mapping[str, Any]
+    not_needed: Mapping[str, str]
+    not_carried: Mapping[str, str]
+    refused: Mapping[str, str]
+    harmless: Mapping[str, Sequence[Any]]
+    read: Callable[[Mapping[Any, Any], Path], Mapping[Any, Any]] = lambda content, file: content
+
+    @functools.cached_property
+    def becomes(self) -> dict[str, str]:
+        """A key of `settings` → the setting that it becomes, section.name."""
+        listed = [
+            (section, *entry.partition(":"))
+            for keys in self.settings
+            for section, text in keys.items()
+            for entry in text.split()
+        ]
+        return {key: f"{section}.{name or key}" for section, key, _, name in listed}
+
+    @functools.cached_property
+    def reasons(self) -> dict[str, tuple[str, str]]:
+        """A key without a setting, or the beginning of several → the list of a `Job` that it goes to, and why."""
+        lists = {"not_needed": self.not_needed, "not_carried": self.not_carried, "refused": self.refused}
+        return {key: (name, why) for name, keys in lists.items() for why, text in keys.items() for key in text.split()}
 
 
 class Carried(NamedTuple):
@@ -52,12 +101,36 @@ class Job:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     taken: set[str] = dataclasses.field(default_factory=set)
 
-    def take(self, key: str) -> Any:
+    def take(self, key: str, kind: Any = Any) -> Any:
         """The value of a key that the caller accounts for; None: there is none, or null."""
         value = self.values.get(key)
-        if value is not None:
-            self.taken.add(key)
+        if value is None:
+            return None
+        self.taken.add(key)
+        return self.checked(key, value, kind)
+
+    def checked(self, key: str, value: Any, kind: Any = dict[str, Any]) -> Any:
+        """A value of a type, without a mapping's nulls."""
+        if isinstance(value, dict):
+            value = {name: item for name, item in value.items() if item is not None}
+        if not fits(value, kind):
+            raise self.wrong(key, describe(kind), value)
         return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A key's true or false."""
+        value = self.take(key, bool)
+        return default if value is None else value
+
+    def names(self, key: str) -> list[str]:
+        """A key's list of texts, which may be a text with commas; empty: there is none."""
+        value = self.take(key)
+        listed = [name.strip() for name in value.split(",")] if isinstance(value, str) else value or []
+        return self.checked(key, listed, list[str])
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A key's mapping without its nulls; empty: there is none."""
+        return self.checked(key, self.take(key) or {})
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A key's number; a text of one, as YAML 1.1 reads 2e-5, too."""
@@ -71,40 +144,6 @@ class Job:
             raise self.wrong(key, "an integer", value)
         return default if value is None else int(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A key's true or false."""
-        value = self.take(key)
-        if not isinstance(value, bool | None):
-            raise self.wrong(key, "true or false", value)
-        return default if value is None else value
-
-    def text(self, key: str) -> str | None:
-        """A key's text."""
-        value = self.take(key)
-        if not isinstance(value, str | None):
-            raise self.wrong(key, "a string", value)
-        return value
-
-    def names(self, key: str) -> list[str]:
-        """A key's list of texts, which may be a text with commas; empty: there is none."""
-        value = self.take(key)
-        if isinstance(value, str):
-            value = [name.strip() for name in value.split(",")]
-        if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            raise self.wrong(key, "a list of strings", value)
-        return value or []
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        """A key's mapping without its nulls; empty: there is none."""
-        return self.to_mapping(key, self.take(key) or {})
-
-    def listed(self, key: str) -> list[Any]:
-        """A key's list; empty: there is none."""
-        value = self.take(key)
-        if not isinstance(value, list | None):
-            raise self.wrong(key, "a list", value)
-        return value or []
-
     def to_number(self, key: str, value: Any) -> float:
         """A value as a number."""
         number = value
@@ -115,19 +154,6 @@ class Job:
             raise self.wrong(key, "a number", value)
         return number
 
-    def to_mapping(self, key: str, value: Any) -> dict[str, Any]:
-        """A value as a mapping from texts, without its nulls."""
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise self.wrong(key, "a mapping from strings", value)
-        return {name: item for name, item in value.items() if item is not None}
-
-    def to_texts(self, key: str, value: Any) -> dict[str, str]:
-        """A value as a mapping from texts to texts, without its nulls."""
-        found = self.to_mapping(key, value)
-        if not all(isinstance(item, str) for item in found.values()):
-            raise self.wrong(key, "a mapping from strings to strings", value)
-        return found
-
     def carry(self, key: str, setting: str, value: Any, note: str = "") -> None:
         """Make a setting of a key, or of the tool's default where the file has no such key."""
         if not note and re.fullmatch(r"[\w.]+", key) and self.values.get(key) is None:
@@ -137,6 +163,20 @@ class Job:
             self.not_carried[earlier.key] = f"{key} stands before it"
         self.carried[setting] = Carried(key, setting, value, note)
 
+    def carry_given(self, key: str, setting: str, value: Any, note: str = "") -> None:
+        """Make a setting of a key, unless it has no value."""
+        if value is not None:
+            self.carry(key, setting, value, note)
+
+    def carry_more(self, key: str, setting: str, names: list[str]) -> None:
+        """Add to the list of a setting, which other keys may have begun."""
+        earlier = self.carried.get(setting)
+        if earlier is None:
+            self.carry(key, setting, names)
+        else:
+            more = [name for name in names if name not in earlier.value]
+            self.carry(f"{earlier.key}, {key}", setting, [*earlier.value, *more], earlier.note)
+
     def wrong(self, key: str, expected: str, given: Any) -> ConfigError:
         """The error of a value that the tool itself could not take."""
         where = " ".join(shorten(key, 80).split())
@@ -145,11 +185,11 @@ class Job:
     @property
     def config(self) -> dict[str, dict[str, Any]]:
         """The settings, by section."""
-        found: dict[str, dict[str, Any]] = {}
+        sections: dict[str, dict[str, Any]] = {}
         for setting, line in self.carried.items():
             section, _, name = setting.partition(".")
-            found.setdefault(section, {})[name] = line.value
-        return found
+            sections.setdefault(section, {})[name] = line.value
+        return sections
 
     def accounted(self, key: str) -> bool:
         """Whether a key that a group has taken is in one of the lists, by itself or by its parts."""
@@ -158,3 +198,17 @@ class Job:
             name for keys in (*lines, *self.not_needed, *self.not_carried, *self.refused) for name in keys.split(", ")
         }
         return any(name == key or name.startswith((f"{key}.", f"{key}[", f"{key}:")) for name in listed)
+
+
+def flat(content: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a file with their values; those inside of a mapping also as outer.inner."""
+    for key, value in content.items():
+        yield f"{outer}{key}", value
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{outer}{key}.")
+
+
+def kind_of(setting: str) -> Any:
+    """The annotation of a setting, section.name."""
+    section, _, name = setting.partition(".")
+    return hints_of(hints_of(TrainConfig)[section])[name]

@@ -4,11 +4,14 @@ What its own arguments do not name are transformers' TrainingArguments, with the
 """
 
 from convert.errors import shorten
-from fastjax.config_import import common
-from fastjax.config_import.common import (
+from fastjax.config_import import shared
+from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.llama_factory_data import STAGES, data, preferences
+from fastjax.config_import.shared import (
     FLOAT8,
     KERNELS,
     NAMES,
+    OTHER,
     PARALLEL,
     RECOMPUTE,
     TRACKERS,
@@ -18,11 +21,6 @@ from fastjax.config_import.common import (
     schedule,
     warmup,
 )
-from fastjax.config_import.job import Job
-from fastjax.config_import.llama_factory_data import data
-from fastjax.config_import.llama_factory_preferences import STAGES, preferences
-from fastjax.config_import.preferences import OTHER
-from fastjax.config_import.table import To, Tool, names, number
 
 _METHOD = "an adapter (lora) or every weight (full) is trained"
 _MULTIMODAL = "models of text only"
@@ -30,27 +28,26 @@ _SWANLAB = "no such tracker; output.report_to has tensorboard and wandb"
 
 
 def _base(job: Job) -> None:
-    name, revision = job.text("model_name_or_path"), job.text("model_revision")
+    name, revision = job.take("model_name_or_path", str), job.take("model_revision", str)
     if name is None:
         raise job.wrong("model_name_or_path", "a folder or a name on the hub", name)
     pinned = revision not in (None, "main")
     job.carry("model_name_or_path", "model.model_name", f"{name}@{revision}" if pinned else name)
-    tokens = [token for key in ("add_tokens", "add_special_tokens") for token in job.names(key)]
-    if tokens:
-        keys = [key for key in ("add_tokens", "add_special_tokens") if key in job.taken]
-        job.carry(", ".join(keys), "model.new_tokens", list(dict.fromkeys(tokens)))
+    for key in ("add_tokens", "add_special_tokens"):
+        if tokens := job.names(key):
+            job.carry_more(key, "model.new_tokens", list(dict.fromkeys(tokens)))
     if job.flag("split_special_tokens"):
         job.carry("split_special_tokens", "data.special_tokens", "text")
 
 
 def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
-    stage = job.text("stage") or "sft"
+    stage = job.take("stage", str) or "sft"
     if stage not in ("sft", "pt", *STAGES):
         reward = " (for a reward model write preferences.loss: reward)" if stage == "rm" else ""
         job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), dpo and kto there are{reward}"
-    method = job.text("finetuning_type") or "lora"
-    bits, how = job.number("quantization_bit"), job.text("quantization_method") or "bnb"
+    method = job.take("finetuning_type", str) or "lora"
+    bits, how = job.number("quantization_bit"), job.take("quantization_method", str) or "bnb"
     if method not in ("lora", "full"):
         job.refused["finetuning_type"] = f"{shorten(method, 80)}: {_METHOD}"
     job.carry("finetuning_type", "model.full_finetuning", method == "full")
@@ -61,17 +58,13 @@ def _method(job: Job) -> None:
         job.refused["quantization_bit"] = "a base in 16 or 4 bits, 8 is held in 16"
     if bits is not None and how != "bnb":
         job.refused["quantization_method"] = f"{shorten(how, 80)}: 4 bits are bitsandbytes' NF4"
-    rank = job.integer("lora_rank", 8)
+    rank, alpha = job.integer("lora_rank", 8), job.number("lora_alpha")
     job.carry("lora_rank", "lora.r", rank)
-    alpha = job.number("lora_alpha")
-    if alpha is None:
-        job.carry("lora_alpha", "lora.lora_alpha", 2 * (rank or 8), f"{job.tool.name}'s default: twice the rank")
-    else:
-        job.carry("lora_alpha", "lora.lora_alpha", alpha)
-    targets = job.names("lora_target")
+    note = f"{job.tool.name}'s default: twice the rank" if alpha is None else ""
+    job.carry("lora_alpha", "lora.lora_alpha", 2 * (rank or 8) if alpha is None else alpha, note)
+    targets, adapters = job.names("lora_target"), job.names("adapter_name_or_path")
     if targets not in ([], ["all"]):  # lora.target_modules: null is every projection
         job.carry("lora_target", "lora.target_modules", targets)
-    adapters = job.names("adapter_name_or_path")
     if adapters and (len(adapters) > 1 or job.values.get("create_new_adapter") or method == "full"):
         job.refused["adapter_name_or_path"] = "one adapter to go on from; merge others first (`fastjax convert merge`)"
     elif adapters:
@@ -99,7 +92,7 @@ def _precision(job: Job) -> None:
     pure = job.flag("pure_bf16")
     if pure:
         job.carry("pure_bf16", "model.param_dtype", "bfloat16", "float32 keeps small updates")
-    precision(job, (("bf16", "bfloat16"), ("fp16", "float16")), param_dtype=False)
+    precision(job, {"bf16": "bfloat16", "fp16": "float16"}, param_dtype=False)
     if pure and "model.dtype" not in job.carried:
         job.carry("pure_bf16", "model.dtype", "bfloat16")
 
@@ -107,8 +100,8 @@ def _precision(job: Job) -> None:
 def _checkpoints(job: Job) -> None:
     """When to save and to evaluate, and the trackers."""
     for kind, setting in (("save", "output.save_steps"), ("eval", "training.eval_steps")):
-        strategy = job.text(f"{kind}_strategy") or job.text("evaluation_strategy" if kind == "eval" else "")
-        key = f"{kind}_strategy" if f"{kind}_strategy" in job.taken else "evaluation_strategy"
+        keys = [f"{kind}_strategy", *(["evaluation_strategy"] if kind == "eval" else [])]
+        key, strategy = next(((key, value) for key in keys if (value := job.take(key, str))), (keys[0], None))
         if strategy == "epoch":
             job.carry(key, setting, "epoch")
         elif strategy == "best":
@@ -121,29 +114,26 @@ def _checkpoints(job: Job) -> None:
         job.carry("save_steps", "output.save_steps", 500)
     trackers = job.names("report_to")
     known = [name for name in TRACKERS if name in trackers or trackers == ["all"]]
-    if known:
-        job.carry("report_to", "output.report_to", known)
+    job.carry_given("report_to", "output.report_to", known or None)
     if others := [name for name in trackers if name not in (*TRACKERS, "none", "all")]:
         job.not_carried[f"report_to: {', '.join(others)}"] = _SWANLAB
 
 
 SETTINGS = {
-    **common.SETTINGS,
-    "cutoff_len": To("model.max_seq_length", 2048),
-    "use_rslora": To("lora.use_rslora"),
-    "use_dora": To("lora.use_dora"),
-    "additional_target": names("lora.modules_to_save"),
-    "learning_rate": number("optimizer.learning_rate", 5e-5),
-    "per_device_train_batch_size": To("training.per_device_train_batch_size", 8),
-    "per_device_eval_batch_size": To("training.per_device_eval_batch_size"),
-    "gradient_accumulation_steps": To("training.gradient_accumulation_steps"),
-    "num_train_epochs": number("training.num_train_epochs", 3.0),
-    "early_stopping_steps": To("training.early_stopping_patience"),
-    "moe_aux_loss_coef": number("training.router_aux_loss_coef"),
-    "full_determinism": To("training.deterministic"),
-    "output_dir": To("output.output_dir", "saves"),
-    "overwrite_output_dir": To("output.overwrite_output_dir"),
-    "run_name": To("output.run_name"),
+    "model": "cutoff_len:max_seq_length",
+    "lora": "use_rslora use_dora additional_target:modules_to_save",
+    "training": "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_train_epochs "
+    "early_stopping_steps:early_stopping_patience moe_aux_loss_coef:router_aux_loss_coef "
+    "full_determinism:deterministic",
+    "output": "output_dir overwrite_output_dir run_name",
+}
+
+DEFAULTS = {
+    "cutoff_len": 2048,
+    "learning_rate": 5e-5,
+    "per_device_train_batch_size": 8,
+    "num_train_epochs": 3.0,
+    "output_dir": "saves",
 }
 
 NOT_NEEDED = {
@@ -208,9 +198,10 @@ REFUSED = {
 LLAMA_FACTORY = Tool(
     "llama-factory",
     "model_name_or_path stage finetuning_type cutoff_len template dataset_dir lora_target per_device_train_batch_size "
-    "num_train_epochs".split(),
+    "num_train_epochs",
     (_base, _method, _schedule, _precision, _checkpoints, preferences, data),
-    SETTINGS,
+    (shared.SETTINGS, SETTINGS),
+    DEFAULTS,
     NOT_NEEDED,
     NOT_CARRIED,
     REFUSED,

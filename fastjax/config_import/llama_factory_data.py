@@ -1,16 +1,59 @@
-"""LLaMA-Factory's data sets, which dataset_info.json describes, their template, and what is learnt of them."""
+"""LLaMA-Factory's data sets, which dataset_info.json describes, their template, and the stages `dpo` and `kto`."""
 
 from pathlib import Path
 from typing import Any
 
 from convert import strict_json
 from convert.errors import shorten
-from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
-from fastjax.config_import.llama_factory_preferences import answers, prompt_of_texts
-from fastjax.config_import.preferences import spelling
+from fastjax.config_import.shared import (
+    PAIR,
+    REFERENCE,
+    TEMPLATES,
+    answer_length,
+    carry_loss,
+    check_speakers,
+    hold_out,
+    spelling,
+    wants,
+    write_data,
+)
+from fastjax.training.config.preferences import WITH_REFERENCE
 
 INFO = "dataset_info.json"
+#: Stages of preferences.
+STAGES = ("dpo", "kto")
+#: pref_loss, or stage kto → the loss here, and its arguments beside beta.
+_LOSSES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
+    "sigmoid": ("dpo", {"label_smoothing": ("dpo_label_smoothing", None)}),
+    "ipo": ("ipo", {}),
+    "orpo": ("orpo", {}),
+    "simpo": ("simpo", {"gamma": ("simpo_gamma", 0.5)}),
+}
+_WEIGHTS = {"desirable_weight": ("kto_chosen_weight", 1.0), "undesirable_weight": ("kto_rejected_weight", 1.0)}
+
+
+def preferences(job: Job) -> None:
+    """The loss of preferences, and the lengths of answers."""
+    stage = job.values.get("stage")
+    if stage not in STAGES:
+        return
+    beta: dict[str, tuple[str, float | None]] = {"beta": ("pref_beta", 0.1)}
+    if stage == "kto":
+        carry_loss(job, "stage", "kto", beta | _WEIGHTS)
+    else:
+        name = job.take("pref_loss", str) or "sigmoid"
+        if name not in _LOSSES:
+            job.refused["pref_loss"] = f"{shorten(name, 80)}: {', '.join(_LOSSES)} there are"
+        loss, arguments = _LOSSES.get(name, ("dpo", {}))
+        carry_loss(job, "pref_loss", loss, beta | arguments)
+    for key, only in (("pref_ftx", 0), ("pref_bco_weight", 0), ("ld_alpha", 1.0)):
+        wants(job, key, job.number(key), only, "no other loss is added to that of preferences")
+    wants(job, "ref_model", job.take("ref_model", str), None, REFERENCE)
+    if "lora.adapter" in job.carried and job.carried["preferences.loss"].value in WITH_REFERENCE:
+        reason = "the reference is the base there, and here the adapter to start from; merge it first"
+        job.refused["adapter_name_or_path"] = f"{reason} (`fastjax convert merge`)"
+    answer_length(job, "cutoff_len", 2048)
 
 
 def data(job: Job) -> None:
@@ -20,15 +63,11 @@ def data(job: Job) -> None:
     held_out = [_described(job, name, plain) for name in job.names("eval_dataset")]
     if not listed and not job.refused:
         raise job.wrong("dataset", "at least one data set", None)
-    rows = job.integer("max_samples")
-    if rows is not None:
-        for source in (*listed, *held_out):
-            if source["split"].isalnum():
-                source["split"] += f"[:{rows}]"
-    if job.flag("streaming"):
-        for source in listed:
-            source["streaming"] = True
-    strategy, shares = job.text("mix_strategy") or "concat", job.names("interleave_probs")
+    rows, streamed = job.integer("max_samples"), job.flag("streaming")
+    for source in (*listed, *held_out):
+        if rows is not None and source["split"].isalnum():
+            source["split"] += f"[:{rows}]"
+    strategy, shares = job.take("mix_strategy", str) or "concat", job.names("interleave_probs")
     if strategy == "interleave_once":
         job.refused["mix_strategy"] = "data.mixture_ends has first_exhausted and all_exhausted"
     elif strategy != "concat":
@@ -37,34 +76,34 @@ def data(job: Job) -> None:
         weights = [job.to_number("interleave_probs", share) for share in shares or ["1"] * len(listed)]
         for source, weight in zip(listed, weights, strict=False):
             source["weight"] = weight
+    listed = [source | {"streaming": streamed or None} for source in listed]
     hold_out(job, "val_size", listed, named=bool(held_out))
     write_data(job, "dataset" if rows is None else "dataset, max_samples", listed)
     if held_out:
         write_data(job, "eval_dataset", held_out, "data.eval")
-    _learnt(job)
-    template = job.text("template")
+    _learnt(job, plain)
+    template = job.take("template", str)
+    texts = any(source.get("texts") for source in (*listed, *held_out))
     if plain or template in (None, "default"):
         if template is not None and not plain:
             job.not_carried["template"] = "the tokenizer's own is taken; data.chat_template: plain is the nearest"
     elif template in TEMPLATES:
         job.carry("template", "data.chat_template", template)
-    elif not any(source.get("texts") for source in (*listed, *held_out)):
+    elif not texts:
         reason = "the tokenizer's own chat template is taken, the folder's; data.chat_template names another, or a file"
         job.not_carried["template"] = reason
-    if any(source.get("texts") for source in (*listed, *held_out)) and "data.chat_template" not in job.carried:
+    if texts and "data.chat_template" not in job.carried:
         wanted = ", ".join(TEMPLATES)
         job.refused["template"] = f"rows of texts go through data.chat_template: {wanted}; or write them as messages"
 
 
-def _learnt(job: Job) -> None:
+def _learnt(job: Job, plain: bool) -> None:
     """The tokens to learn, long rows and packing."""
-    plain = job.values.get("stage") == "pt"
     everything, last = job.flag("train_on_prompt"), job.flag("mask_history")
-    if everything or last:
-        key = "train_on_prompt" if everything else "mask_history"
-        job.carry(key, "data.loss_on", "all" if everything else "last_response")
-    if everything and last:
-        job.not_carried["mask_history"] = "train_on_prompt stands before it"
+    if last:
+        job.carry("mask_history", "data.loss_on", "last_response")
+    if everything:
+        job.carry("train_on_prompt", "data.loss_on", "all")
     packed, neat = job.flag("packing", default=plain), job.flag("neat_packing")
     key = "neat_packing" if neat else "packing"
     note = "documents of a row do not see each other, as with neat_packing" if packed and not (neat or plain) else ""
@@ -81,48 +120,77 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
         known = shorten(", ".join(info), 300)
         raise job.wrong("dataset", f"names in {folder / INFO} ({known})", name)
     where = f"{INFO}: {shorten(name, 80)}"
-    given = job.to_mapping(where, entry)
-    hub, file = given.pop("hf_hub_url", None), given.pop("file_name", None)
-    for key in ("ms_hub_url", "om_hub_url"):
-        given.pop(key, None)
+    given = job.checked(where, entry)
+    hub, file, *_ = (given.pop(key, None) for key in ("hf_hub_url", "file_name", "ms_hub_url", "om_hub_url"))
     if hub is None and file is None:
         job.refused[where] = "a data set has hf_hub_url or file_name"
     source: dict[str, Any] = {"path": hub or str(folder / str(file)), "name": given.pop("subset", None)}
-    source["split"] = split = str(given.pop("split", "train"))
+    source["split"] = str(given.pop("split", "train"))
     if (number := given.pop("num_samples", None)) is not None:
-        source["split"] = f"{split}[:{number}]"
-    for key in ("script_url", "cloud_file_name", "folder"):
-        if given.pop(key, None):
-            job.refused[f"{where}.{key}"] = "a data set is a file, a folder or a name on the hub"
+        source["split"] += f"[:{number}]"
+    columns = job.checked(f"{where}.columns", given.pop("columns", {}), dict[str, str])
+    tags = job.checked(f"{where}.tags", given.pop("tags", {}), dict[str, str])
+    _refuse(
+        job, where, given, "script_url cloud_file_name folder", "a data set is a file, a folder or a name on the hub"
+    )
+    _refuse(job, f"{where}.columns", columns, "images videos audios", "rows of text alone")
     form = given.pop("formatting", "alpaca")
-    columns = job.to_texts(f"{where}.columns", given.pop("columns", {}))
-    tags = job.to_texts(f"{where}.tags", given.pop("tags", {}))
-    for key in ("images", "videos", "audios"):
-        if columns.pop(key, None):
-            job.refused[f"{where}.columns.{key}"] = "rows of text alone"
-    said = answers(job, where, columns, form, bool(given.pop("ranking", False)))
-    if said and form == "alpaca":
-        source |= {"columns": prompt_of_texts(job, where, columns) | said, "texts": True}
-    elif form == "alpaca":
-        source["columns"] = _instruction(job, where, columns, plain)
+    answers = _answers(job, where, columns, form, bool(given.pop("ranking", False)))
+    if form == "alpaca":
+        source |= {"columns": _prompt(job, f"{where}.columns", columns, plain, answers), "texts": bool(answers)}
     elif form in ("sharegpt", "openai"):
         found = _conversation(job, where, columns, tags, form)
-        prompt = {"prompt" if said and name != "tools" else name: column for name, column in found.items()}
-        source["columns"] = prompt | said
+        prompt = {"prompt" if answers and name != "tools" else name: column for name, column in found.items()}
+        source["columns"] = prompt | answers
     else:
         job.refused[f"{where}.formatting"] = "alpaca, sharegpt and openai there are"
-    for key in given:
-        job.not_carried[f"{where}.{key}"] = "unknown to this import"
+    job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
     return source
 
 
-def _instruction(job: Job, where: str, columns: dict[str, str], plain: bool) -> dict[str, str]:
+def _refuse(job: Job, where: str, given: dict[str, Any], keys: str, why: str) -> None:
+    """Refuse keys that are not off; they are removed from `given`."""
+    job.refused |= {f"{where}.{key}": why for key in keys.split() if given.pop(key, None)}
+
+
+def _answers(job: Job, where: str, columns: dict[str, str], form: str, ranking: bool) -> dict[str, str]:
+    """The columns of a data set's answers; empty: it has no preferences.
+
+    Args:
+        job: the import.
+        where: the data set's description.
+        columns: those that it names; the ones that are used are removed.
+        form: its formatting.
+        ranking: whether it is described as ranked.
+    """
+    stage, tag = job.values.get("stage"), columns.pop("kto_tag", None)
+    pair = {name: columns.pop(name, name) for name in PAIR}
+    if not ranking and tag is None:
+        if stage in STAGES:
+            job.refused[where] = "stage dpo takes data sets with ranking: true, stage kto those with columns.kto_tag"
+        return {}
+    wanted = "dpo" if ranking else "kto"
+    if stage != wanted:
+        job.refused[where] = f"rows of preferences are for stage {wanted}"
+    if ranking:
+        return pair
+    if form != "alpaca":
+        reason = "rows of kto have prompt, completion and label: write the last message apart"
+        job.refused[f"{where}.formatting"] = reason
+    return {"completion": columns.pop("response", "output"), "label": tag or ""}
+
+
+def _prompt(job: Job, where: str, columns: dict[str, str], plain: bool, answers: dict[str, str]) -> dict[str, str]:
+    """The columns of texts, instructions or preferences."""
     prompt = columns.pop("prompt", "instruction")
+    if answers:
+        _refuse(
+            job, where, columns, "system history query", "preferences have one column for the prompt: write all there"
+        )
+        return {"prompt": prompt, **answers}
     if plain:
         return {"text": prompt}
-    for key in ("system", "history"):
-        if columns.pop(key, None):
-            job.refused[f"{where}.columns.{key}"] = "instructions have no such column: write the rows as messages"
+    _refuse(job, where, columns, "system history", "instructions have no such column: write the rows as messages")
     return {
         "instruction": prompt,
         "input": columns.pop("query", "input"),
@@ -131,26 +199,18 @@ def _instruction(job: Job, where: str, columns: dict[str, str], plain: bool) -> 
 
 
 def _conversation(job: Job, where: str, columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, str]:
-    openai = form == "openai"
-    keys = (
-        tags.get("role_tag", "role" if openai else "from"),
-        tags.get("content_tag", "content" if openai else "value"),
-    )
-    meaning = spelling(job, f"{where}.tags", *keys, {})
-    if columns.pop("system", None):
-        job.refused[f"{where}.columns.system"] = "the system message is one of the messages: put it there"
+    usual = ("messages", "role", "content") if form == "openai" else ("conversations", "from", "value")
+    meaning = spelling(job, f"{where}.tags", tags.get("role_tag", usual[1]), tags.get("content_tag", usual[2]))
+    _refuse(job, f"{where}.columns", columns, "system", "the system message is one of the messages: put it there")
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
-    if differing := speakers_differ({tags[tag]: role for tag, role in roles.items() if tag in tags}):
-        job.refused[f"{where}.tags"] = f"{', '.join(differing)} would be read as another role, or as none"
-    found = {meaning: columns.pop("messages", "messages" if openai else "conversations")}
-    if (tools := columns.pop("tools", None)) is not None:
-        found["tools"] = tools
-    return found
+    check_speakers(job, f"{where}.tags", {tags[tag]: role for tag, role in roles.items() if tag in tags})
+    named = {meaning: columns.pop("messages", usual[0])}
+    return named | ({"tools": columns.pop("tools")} if "tools" in columns else {})
 
 
 def _info(job: Job, name: str) -> tuple[dict[str, Any], Path]:
     """dataset_info.json and its folder: dataset_dir, from here or from the file's folder, or the file's folder."""
-    given = job.text("dataset_dir")
+    given = job.take("dataset_dir", str)
     if given is not None:
         job.not_needed["dataset_dir"] = f"the paths of {INFO}'s files are in data.train"
     beside = job.file.parent

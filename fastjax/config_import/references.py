@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.errors import shorten, shown
+from fastjax.config_import.job import flat
 from fastjax.errors import ConfigError
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -21,14 +22,7 @@ def resolved(content: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
     Raises:
         ConfigError: a reference to nothing, to a section, in a circle, or a resolver such as `${oc.env:HOME}`.
     """
-    leaves: dict[str, Any] = {}
-
-    def collect(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                collect(item, f"{name}.{key}" if name else str(key))
-        else:
-            leaves[name] = value
+    leaves = {name: value for name, value in flat(content) if not isinstance(value, Mapping)}
 
     def replace(value: Any, seen: tuple[str, ...]) -> Any:
         if isinstance(value, Mapping):
@@ -50,5 +44,4 @@ def resolved(content: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
             raise ConfigError(f"{file}: ${{{shorten(name, 80)}}}: expected a reference to another value, got one {why}")
         return replace(leaves[name], (*seen, name))
 
-    collect(content, "")
     return replace(content, ())

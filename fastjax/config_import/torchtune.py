@@ -5,14 +5,23 @@ OmegaConf has it.
 """
 
 import re
-from typing import Any
 
 from convert.errors import shorten
-from fastjax.config_import.common import KERNELS, OPTIMIZERS, PARALLEL, RECOMPUTE, SIXTEEN, TOKENS
-from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length, carry_loss
+from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.references import resolved
-from fastjax.config_import.table import To, Tool, number
+from fastjax.config_import.shared import (
+    KERNELS,
+    NO_RL,
+    OPTIMIZERS,
+    OTHER,
+    PARALLEL,
+    RECOMPUTE,
+    REFERENCE,
+    SIXTEEN,
+    answer_length,
+    carry_loss,
+    fake_quantisation,
+)
 from fastjax.config_import.torchtune_data import data
 
 #: A component's last name → the optimizer's name in transformers.
@@ -40,7 +49,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def _component(job: Job, section: str) -> tuple[str, str]:
     """The last name of a section's component, and the one before it; "": there is none."""
-    name = job.text(f"{section}._component_") or ""
+    name = job.take(f"{section}._component_", str) or ""
     found = re.fullmatch(r"(?:.*?(\w+)\.)?(\w+)", name)
     return (found[2], found[1] or "") if found else ("", "")
 
@@ -57,8 +66,7 @@ def _model(job: Job) -> None:
     job.carry("model._component_", "model.full_finetuning", not lora)
     key = "model.quantize_base" if job.values.get("model.quantize_base") else "model._component_"
     job.carry(key, "model.load_in_4bit", lora and four)
-    names = job.names("model.lora_attn_modules")
-    fused = family in _FUSING
+    names, fused = job.names("model.lora_attn_modules"), family in _FUSING
     targets = list(dict.fromkeys((_FUSED if fused else _PROJECTIONS).get(name, name) for name in names))
     if job.flag("model.apply_lora_to_mlp"):
         targets += _FUSED_MLP if fused else _MLP
@@ -67,7 +75,7 @@ def _model(job: Job) -> None:
     if lora:
         note = "queries, keys and values are one matrix in the folder, gate and up another" if fused else ""
         job.carry("model.lora_attn_modules", "lora.target_modules", targets, note)
-    directory = job.text("checkpointer.checkpoint_dir")
+    directory = job.take("checkpointer.checkpoint_dir", str)
     if directory is None:
         raise job.wrong("checkpointer.checkpoint_dir", "the base model's folder", directory)
     kind, _ = _component(job, "checkpointer")
@@ -77,12 +85,11 @@ def _model(job: Job) -> None:
 
 
 def _precision(job: Job) -> None:
-    name = job.text("dtype") or "bf16"
+    name = job.take("dtype", str) or "bf16"
     if name not in _DTYPES:
         raise job.wrong("dtype", ", ".join(_DTYPES), name)
     job.carry("dtype", "model.dtype", _DTYPES[name])
-    full = job.carried["model.full_finetuning"].value
-    if full and name != "fp32":
+    if job.carried["model.full_finetuning"].value and name != "fp32":
         job.carry("dtype", "model.param_dtype", _DTYPES[name], SIXTEEN)
 
 
@@ -91,14 +98,12 @@ def _optimizer(job: Job) -> None:
     if name not in _OPTIMIZERS:
         job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
     else:
-        ours, note = OPTIMIZERS[_OPTIMIZERS[name]]
-        job.carry("optimizer._component_", "optimizer.name", ours, note)
-    betas = job.take("optimizer.betas")
-    if betas is not None:
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise job.wrong("optimizer.betas", "two numbers", betas)
-        for number, beta in enumerate(betas, start=1):
-            job.carry("optimizer.betas", f"optimizer.adam_beta{number}", job.to_number("optimizer.betas", beta))
+        job.carry("optimizer._component_", "optimizer.name", *OPTIMIZERS[_OPTIMIZERS[name]])
+    betas = job.take("optimizer.betas", list) or []
+    if len(betas) not in (0, 2):
+        raise job.wrong("optimizer.betas", "two numbers", betas)
+    for number, beta in enumerate(betas, start=1):
+        job.carry("optimizer.betas", f"optimizer.adam_beta{number}", job.to_number("optimizer.betas", beta))
     schedule, _ = _component(job, "lr_scheduler")
     if schedule not in ("", "get_cosine_schedule_with_warmup"):
         job.refused["lr_scheduler._component_"] = "get_cosine_schedule_with_warmup and none (constant) there are"
@@ -125,8 +130,7 @@ def _length(job: Job) -> None:
     else:
         job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
     epochs, most = job.integer("epochs"), job.integer("max_steps_per_epoch")
-    if epochs is not None:
-        job.carry("epochs", "training.num_train_epochs", epochs)
+    job.carry_given("epochs", "training.num_train_epochs", epochs)
     if most is not None:
         note = "" if epochs in (None, 1) else f"{most} of each epoch there, one after the other here"
         job.carry("max_steps_per_epoch", "training.max_steps", most * (epochs or 1), note)
@@ -140,24 +144,17 @@ def _trackers(job: Job) -> None:
     elif name not in ("", "DiskLogger", "StdoutLogger"):  # metrics.jsonl has theirs
         job.not_carried["metric_logger._component_"] = "output.report_to has tensorboard and wandb"
     if name == "WandBLogger":
-        found = {key: job.text(f"metric_logger.{key}") for key in ("project", "entity")}
-        for key, value in {**found, "tags": job.names("metric_logger.tags")}.items():
-            if value:
-                job.carry(f"metric_logger.{key}", f"output.{key}", value)
+        given = {key: job.take(f"metric_logger.{key}", str) for key in ("project", "entity")}
+        for key, value in {**given, "tags": job.names("metric_logger.tags")}.items():
+            job.carry_given(f"metric_logger.{key}", f"output.{key}", value or None)
 
 
 def _qat(job: Job) -> None:
     name, _ = _component(job, "quantizer")
-    if not name:
-        return
-    size = job.integer("quantizer.groupsize") or 256
-    if name != "Int8DynActInt4WeightQATQuantizer" or size not in (32, 128):
-        job.refused["quantizer"] = "training.qat has int4 in groups of 32 or 128, with inputs in int8"
-        return
-    section: dict[str, Any] = {"weights": f"int4-{size}", "activations": "int8"}
-    if start := job.integer("fake_quant_after_n_steps"):
-        section["start_step"] = start
-    job.carry("quantizer._component_", "training.qat", section, TOKENS)
+    if name:
+        weights = "int4" if name == "Int8DynActInt4WeightQATQuantizer" else None
+        size, start = job.integer("quantizer.groupsize", 256), job.integer("fake_quant_after_n_steps")
+        fake_quantisation(job, "quantizer._component_", weights, size, "int8", start)
 
 
 def _saves(job: Job) -> None:
@@ -167,35 +164,28 @@ def _saves(job: Job) -> None:
         job.carry("save_every_n_epochs", "output.save_steps", "epoch")
     elif epochs is not None:
         job.not_carried["save_every_n_epochs"] = "output.save_steps: epoch saves at the end of each"
-    if shards not in (None, -1):  # parallel.fsdp: auto
-        job.carry("data_parallel_shard_dim", "parallel.fsdp", shards)
+    job.carry_given("data_parallel_shard_dim", "parallel.fsdp", None if shards == -1 else shards)  # fsdp: auto
 
 
 SETTINGS = {
-    "model.lora_rank": To("lora.r", 8),
-    "model.lora_alpha": To("lora.lora_alpha", 16),
-    "model.lora_dropout": number("lora.lora_dropout"),
-    "model.use_dora": To("lora.use_dora"),
-    "optimizer.lr": number("optimizer.learning_rate", 1e-3),
-    "optimizer.weight_decay": number("optimizer.weight_decay", 0.01),
-    "optimizer.eps": number("optimizer.adam_epsilon"),
-    "lr_scheduler.num_warmup_steps": To("optimizer.warmup_steps"),
-    "clip_grad_norm": number("optimizer.max_grad_norm", 0.0),
-    "batch_size": To("training.per_device_train_batch_size"),
-    "batch_size_val": To("training.per_device_eval_batch_size"),
-    "gradient_accumulation_steps": To("training.gradient_accumulation_steps"),
-    "loss.label_smoothing": number("training.label_smoothing_factor"),
-    "run_val_every_n_steps": To("training.eval_steps"),
-    "log_every_n_steps": To("training.logging_steps"),
-    "seed": To("training.seed"),
-    "cudnn_deterministic_mode": To("training.deterministic"),
-    "output_dir": To("output.output_dir", "torchtune-out"),
-    "save_every_n_steps": To("output.save_steps"),
-    "checkpointer.keep_last_n_checkpoints": To("output.save_total_limit"),
-    "metric_logger.name": To("output.run_name"),
-    "tensor_parallel_dim": To("parallel.tensor"),
-    "context_parallel_dim": To("parallel.context"),
-    "data_parallel_replicate_dim": To("parallel.data"),
+    "lora": "model.lora_rank:r model.lora_alpha:lora_alpha model.lora_dropout:lora_dropout model.use_dora:use_dora",
+    "optimizer": "optimizer.lr:learning_rate optimizer.weight_decay:weight_decay optimizer.eps:adam_epsilon "
+    "lr_scheduler.num_warmup_steps:warmup_steps clip_grad_norm:max_grad_norm",
+    "training": "batch_size:per_device_train_batch_size batch_size_val:per_device_eval_batch_size "
+    "gradient_accumulation_steps loss.label_smoothing:label_smoothing_factor run_val_every_n_steps:eval_steps "
+    "log_every_n_steps:logging_steps seed cudnn_deterministic_mode:deterministic",
+    "output": "output_dir save_every_n_steps:save_steps checkpointer.keep_last_n_checkpoints:save_total_limit "
+    "metric_logger.name:run_name",
+    "parallel": "tensor_parallel_dim:tensor context_parallel_dim:context data_parallel_replicate_dim:data",
+}
+
+DEFAULTS = {
+    "model.lora_rank": 8,
+    "model.lora_alpha": 16,
+    "optimizer.lr": 1e-3,
+    "optimizer.weight_decay": 0.01,
+    "clip_grad_norm": 0.0,
+    "output_dir": "torchtune-out",
 }
 
 NOT_NEEDED = {
@@ -236,9 +226,10 @@ REFUSED = {
 
 TORCHTUNE = Tool(
     "torchtune",
-    "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm".split(),
+    "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm",
     (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat, _saves),
-    SETTINGS,
+    (SETTINGS,),
+    DEFAULTS,
     NOT_NEEDED,
     NOT_CARRIED,
     REFUSED,

@@ -1,13 +1,11 @@
 """torchtune's data sets, by their builders, and what is learnt of them."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import shorten, shown
-from fastjax.config_import.common import write_data
 from fastjax.config_import.job import Job
-from fastjax.config_import.preferences import PAIR
+from fastjax.config_import.shared import PAIR, file_of, write_data
 
 _ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
 _PAIR = {"prompt": "input", "completion": "output"}
@@ -38,49 +36,42 @@ _STYLES = {"sharegpt": "conversations", "openai": "messages"}
 
 def data(job: Job) -> None:
     """Data sets and what is learnt of them."""
-    learnt: set[bool] = set()
-    packed: set[bool] = set()
+    sources: list[dict[str, Any]] = []
     for key, setting in (("dataset", "data.train"), ("dataset_val", "data.eval")):
         given = job.take(key)
         if given is None:
             continue
-        listed = given if isinstance(given, list) else [given]
-        several = isinstance(given, list)
-        sources = [
-            _source(job, f"{key}[{n}]" if several else key, item, learnt, packed) for n, item in enumerate(listed)
-        ]
-        write_data(job, key, sources, setting)
+        places = {key: given} if not isinstance(given, list) else {f"{key}[{n}]": item for n, item in enumerate(given)}
+        listed = [_source(job, where, item) for where, item in places.items()]
+        write_data(job, key, listed, setting)
+        sources += listed
     if "data.train" not in job.carried:
         raise job.wrong("dataset", "a section with _component_", None)
-    if len(learnt) > 1:
+    on_input = {source["on_input"] for source in sources if "on_input" in source}
+    if len(on_input) > 1:
         job.refused["dataset.train_on_input"] = "data.loss_on holds for all data sets"
-    if learnt == {True}:
+    if on_input == {True}:
         job.carry("dataset.train_on_input", "data.loss_on", "all")
-    job.carry("dataset.packed", "data.packing", True in packed)
+    job.carry("dataset.packed", "data.packing", any(source.get("packed") for source in sources))
 
 
-def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool]) -> dict[str, Any]:
-    """A data set as a section of data.train."""
-    given = job.to_mapping(where, item)
-    component = given.pop("_component_", None)
-    if not isinstance(component, str):
-        raise job.wrong(f"{where}._component_", "a data set's builder", component)
+def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
+    """A data set as a section of data.train, with whether its rows are packed and prompts are learnt."""
+    given = job.checked(where, item)
+    component = job.checked(f"{where}._component_", given.pop("_component_", None), str)
     builder = re.sub(r".*\.", "", component)
     if builder not in _BUILDERS:
         known = f"there are {', '.join(_BUILDERS)}"
         job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: {_PARTS.get(builder, known)}"
         return {"path": ""}
     kind, path, columns, on_input = _BUILDERS[builder]
+    columns = dict(columns)
     if (kind == "pairs") != ("preferences.loss" in job.carried):
         job.refused[f"{where}._component_"] = "rows of pairs are for loss DPOLoss or SimPOLoss, and others are not"
-    source: dict[str, Any] = {"path": given.pop("source", path), "columns": dict(columns)}
-    if source["path"] is None:
+    path = given.pop("source", path)
+    if path is None:
         raise job.wrong(f"{where}.source", "the data set", None)
-    files = given.pop("data_files", None)
-    if files is not None:
-        if source["path"] not in ("json", "csv", "parquet") or not isinstance(files, str):
-            job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name"
-        source["path"] = files
+    source: dict[str, Any] = {"path": file_of(job, where, path, given.pop("data_files", None)), "columns": columns}
     names = (given.pop("name", None), given.pop("subset", None), _CONFIGURATIONS.get(builder))
     source["name"] = next((name for name in names if name is not None), None)
     source["split"] = str(given.pop("split", "train"))
@@ -90,31 +81,24 @@ def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool
             raise job.wrong(f"{where}.conversation_style", "sharegpt or openai", style)
         column = given.pop("conversation_column", None)
         if column is not None or not columns:
-            source["columns"] = {_STYLES[style]: column or _STYLES[style]}
-    _map_columns(job.to_texts(f"{where}.column_map", given.pop("column_map", {})), kind, source["columns"])
+            source["columns"] = columns = {_STYLES[style]: column or _STYLES[style]}
+    meanings: dict[str, str] = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
+    for field, renamed in job.checked(f"{where}.column_map", given.pop("column_map", {}), dict[str, str]).items():
+        if (meaning := meanings.get(field, field)) in columns:
+            columns[meaning] = renamed
     if kind == "text":
-        source["columns"]["text"] = given.pop("column", columns["text"])
+        columns["text"] = given.pop("column", _BUILDERS[builder][2]["text"])
         given.pop("add_eos", None)
         given.pop("split_across_pack", None)
     else:
-        learnt.add(bool(given.pop("train_on_input", on_input)))
+        source["on_input"] = bool(given.pop("train_on_input", on_input))
     if kind == "alpaca":
-        job.not_carried[f"{where}._component_"] = (
-            "Alpaca's wording around the instruction; data.chat_template: alpaca has it"
-        )
-    packed.add(bool(given.pop("packed", False)))
+        reason = "Alpaca's wording around the instruction; data.chat_template: alpaca has it"
+        job.not_carried[f"{where}._component_"] = reason
+    source["packed"] = bool(given.pop("packed", False))
     for key, value in given.items():
         if key in ("new_system_prompt", "filter_fn"):
             job.refused[f"{where}.{key}"] = "rows are read as they are; change them beforehand"
         else:
             job.not_carried[f"{where}.{key}"] = f"unknown to this import, {shown(value, 40)}"
     return source
-
-
-def _map_columns(renamed: Mapping[str, str], kind: str, columns: dict[str, str]) -> None:
-    """Enter a builder's names of columns, in place."""
-    meanings = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
-    for name, column in renamed.items():
-        meaning = meanings.get(name, name)
-        if meaning in columns:
-            columns[meaning] = column

@@ -14,6 +14,7 @@ _WORDS: dict[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
     bool: ("true or false", "true or false"),
     str: ("a string", "strings"),
+    list: ("a list", "lists"),
     type(None): ("null", "null"),
 }
 

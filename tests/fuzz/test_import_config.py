@@ -23,7 +23,7 @@ RIGHT = [
     )
 ]
 ROWS = [
-    [name for name in (*tool.settings, *tool.reasons) if "*" not in name and "." not in name] for tool in TOOLS.values()
+    [name for name in (*tool.becomes, *tool.reasons) if "*" not in name and "." not in name] for tool in TOOLS.values()
 ]
 
 

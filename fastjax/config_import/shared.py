@@ -1,10 +1,11 @@
-"""What the tools share with transformers: optimizers, schedules, warm-up, held-out parts, steps between saves."""
+"""Keys that several tools have: those of transformers, data sets, and losses of preferences."""
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 from convert.errors import shorten, shown
 from fastjax.config_import.job import Job
-from fastjax.config_import.table import To, number
 from fastjax.data.columns import SHAREGPT_ROLES
 
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
@@ -45,22 +46,11 @@ TEMPLATES = ("alpaca", "chatml", "gemma", "llama3")
 
 #: Keys that Axolotl has from transformers, and LLaMA-Factory too.
 SETTINGS = {
-    "lora_dropout": number("lora.lora_dropout"),
-    "loraplus_lr_ratio": number("optimizer.loraplus_lr_ratio"),
-    "loraplus_lr_embedding": number("optimizer.embedding_learning_rate"),
-    "learning_rate": number("optimizer.learning_rate"),
-    "weight_decay": number("optimizer.weight_decay"),
-    "max_grad_norm": number("optimizer.max_grad_norm"),
-    "adam_beta1": number("optimizer.adam_beta1"),
-    "adam_beta2": number("optimizer.adam_beta2"),
-    "adam_epsilon": number("optimizer.adam_epsilon"),
-    "neftune_noise_alpha": number("training.neftune_noise_alpha"),
-    "label_smoothing_factor": number("training.label_smoothing_factor"),
-    "group_by_length": To("training.group_by_length"),
-    "logging_steps": To("training.logging_steps"),
-    "seed": To("training.seed"),
-    "save_total_limit": To("output.save_total_limit"),
-    "load_best_model_at_end": To("output.load_best_model_at_end"),
+    "lora": "lora_dropout",
+    "optimizer": "loraplus_lr_ratio loraplus_lr_embedding:embedding_learning_rate learning_rate weight_decay "
+    "max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
+    "training": "neftune_noise_alpha label_smoothing_factor group_by_length logging_steps seed",
+    "output": "save_total_limit load_best_model_at_end",
 }
 
 #: The kinds of trackers here, as the tools name them.
@@ -75,20 +65,29 @@ TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quanti
 RECOMPUTE = "model.use_gradient_checkpointing: auto recomputes what the GPU has no memory for"
 
 
+#: The losses that the tools have too, by their names here.
+LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
+NO_RL = "there is no PPO or GRPO; preferences.loss has dpo, ipo, kto, orpo and simpo"
+REFERENCE = "the reference is the model as training begins: without a fresh adapter"
+OTHER = "of another loss, or of none"
+ONE_TEMPLATE = "all rows of a run go through one chat template"
+SYSTEM = "a column of system messages is not read: put each into its prompt, as messages"
+PAIR = {"chosen": "chosen", "rejected": "rejected"}
+
+
 def optimizer(job: Job, key: str) -> None:
     """Carry an optimizer of transformers over, by default AdamW."""
-    name = job.text(key) or "adamw"
+    name = job.take(key, str) or "adamw"
     if name in OPTIMIZERS:
         ours, note = OPTIMIZERS[name]
         job.carry(key, "optimizer.name", ours, note)
     else:
-        reason = f"there is no {shorten(name, 80)}; {NAMES}"
-        job.refused[key] = _SPECTRAL if name == "muon" else reason
+        job.refused[key] = _SPECTRAL if name == "muon" else f"there is no {shorten(name, 80)}; {NAMES}"
 
 
 def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
     """Carry a schedule of transformers over, with its arguments."""
-    name = job.text(key) or default
+    name = job.take(key, str) or default
     if name not in SCHEDULES:
         job.refused[key] = f"there is no schedule {shorten(name, 80)}; cosine, linear, constant and wsd there are"
         return
@@ -110,12 +109,12 @@ def warmup(job: Job, steps: str, ratio: str) -> None:
             if job.number(key) is not None:
                 job.not_needed[key] = "the schedule constant has no warm-up there"
         return
-    count, part = job.number(steps), job.number(ratio)
+    count, share = job.number(steps), job.number(ratio)
     if count:
         setting = "optimizer.warmup_ratio" if count < 1 else "optimizer.warmup_steps"
         job.carry(steps, setting, count if count < 1 else int(count))
-    elif part is not None:
-        job.carry(ratio, "optimizer.warmup_ratio", part)
+    else:
+        job.carry_given(ratio, "optimizer.warmup_ratio", share)
 
 
 def cadence(job: Job, key: str, setting: str) -> None:
@@ -125,28 +124,47 @@ def cadence(job: Job, key: str, setting: str) -> None:
         job.carry(key, setting, steps if steps < 1 else int(steps))
 
 
-def precision(job: Job, sixteen: tuple[tuple[str, str], ...], *, param_dtype: bool) -> None:
-    """Carry the flags of 16-bit dtypes over.
+def precision(job: Job, flags: Mapping[str, str], *, param_dtype: bool) -> None:
+    """Carry the flags of dtypes over.
 
     Args:
         job: the import.
-        sixteen: pairs of flag and dtype; the first flag that is set wins.
+        flags: flag → dtype; the first flag that is set wins.
         param_dtype: with it, the trained weights have that dtype too.
     """
-    done = False
-    for key, dtype in sixteen:
-        value = job.take(key)
-        if value is None or value is False or done:
-            continue
-        if value is not True and value not in ("auto", "full"):
-            raise job.wrong(key, "true, false or auto", value)
-        done = True
-        if value == "auto":
-            job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
-        else:
-            job.carry(key, "model.dtype", dtype)
-        if param_dtype:
-            job.carry(key, "model.param_dtype", dtype, SIXTEEN)
+    values = {key: job.take(key, bool | Literal["auto", "full"]) for key in flags}
+    key, value = next(((key, value) for key, value in values.items() if value), ("", None))
+    if not value:
+        return
+    if value == "auto":
+        job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
+    else:
+        job.carry(key, "model.dtype", flags[key])
+    if param_dtype:
+        job.carry(key, "model.param_dtype", flags[key], SIXTEEN)
+
+
+def fake_quantisation(job: Job, key: str, weights: str | None, size: Any, activations: str | None, start: Any) -> None:
+    """Carry quantisation-aware training over.
+
+    Args:
+        job: the import.
+        key: that says so.
+        weights: as in training.qat, int4 without its groups; None: there is no such training.
+        size: of the groups of int4.
+        activations: as there.
+        start: the step from which on values are rounded.
+    """
+    if weights is None or (weights == "int4" and size not in (32, 128)):
+        job.refused[key] = "training.qat has int4 in groups of 32 or 128 (inputs in int8), fp8, nvfp4 and mxfp4"
+        return
+    section = {
+        "weights": f"int4-{size}" if weights == "int4" else weights,
+        "activations": activations,
+        "start_step": start or None,
+    }
+    given = {name: value for name, value in section.items() if value is not None}
+    job.carry(key, "training.qat", given, TOKENS if activations == "int8" else "")
 
 
 def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) -> None:
@@ -169,20 +187,73 @@ def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) 
         job.carry(key, "data.val_set_size", int(size) if size >= 1 else size)
 
 
-def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train", note: str = "") -> None:
+def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train") -> None:
     """Make the setting of data sets, each with its path, name, split, weight and columns."""
     order = ("path", "name", "split", "weight", "streaming", "columns")
     idle = {"split": "train"}
     listed = [
         {name: source[name] for name in order if source.get(name) not in (None, idle.get(name))} for source in sources
     ]
-    job.carry(key, setting, listed, note)
+    job.carry(key, setting, listed)
 
 
-def speakers_differ(roles: dict[str, str]) -> list[str]:
-    """Speakers who would be read as another role here.
+def file_of(job: Job, where: str, path: Any, files: Any) -> Any:
+    """A data set's path: its one file, where it is the kind of files that `path` names."""
+    if files is None:
+        return path
+    file = files[0] if isinstance(files, list) and len(files) == 1 else files
+    if path not in ("json", "csv", "parquet") or not isinstance(file, str):
+        job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name: name each as its path"
+        return path
+    return file
+
+
+def check_speakers(job: Job, where: str, roles: Mapping[str, str]) -> None:
+    """Refuse names of speakers that would be read as another role here, or as none.
 
     Args:
+        job: the import.
+        where: they stand.
         roles: speaker → role.
     """
-    return [shown(name, 60) for name, role in roles.items() if SHAREGPT_ROLES.get(name) != role]
+    if differing := [shown(name, 60) for name, role in roles.items() if SHAREGPT_ROLES.get(name) != role]:
+        job.refused[where] = f"{', '.join(differing)} would be read as another role, or as none"
+
+
+def spelling(job: Job, key: str, role: Any, content: Any, others: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The meaning of a column of messages by the names of their parts; other names are refused."""
+    meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((str(role), str(content)))
+    if meaning is None or any(name != value for name, value in others.items()):
+        job.refused[key] = "messages have role and content, or from and value"
+    return meaning or "messages"
+
+
+def carry_loss(job: Job, key: str, loss: str, arguments: Mapping[str, tuple[str, float | None]]) -> None:
+    """Carry a loss of preferences over.
+
+    Args:
+        job: the import.
+        key: of the loss.
+        loss: its name here.
+        arguments: setting → the tool's key, and its default; None: the setting's own.
+    """
+    job.carry(key, "preferences.loss", loss)
+    for setting, (argument, default) in arguments.items():
+        job.carry_given(argument, f"preferences.{setting}", job.number(argument, default))
+
+
+def answer_length(job: Job, key: str, default: int, note: str = "") -> None:
+    """Carry the longest answer over, with its prompt; a row has room for two of them. Its adapter has no dropout."""
+    length = job.integer(key, default)
+    job.carry(key, "preferences.max_length", length, note)
+    job.carry(key, "model.max_seq_length", 2 * length, "a row has both answers of a pair, each with its prompt")
+    if job.number("lora_dropout") is not None:
+        job.not_needed["lora_dropout"] = f"{job.tool.name} trains on preferences without dropout"
+
+
+def wants(job: Job, key: str, value: Any, only: Any, why: str) -> None:
+    """Refuse a value, unless it is absent, off or the one that there is."""
+    if value and value != only:
+        job.refused[key] = why
+    elif value is not None:
+        job.not_needed[key] = "so it is here"
