@@ -20,7 +20,7 @@ from fastjax.execution.streamed import has_streamed
 from fastjax.execution.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack, logical_axes
-from fastjax.parallel import CONTEXT, context_devices, tensor_devices
+from fastjax.parallel import CONTEXT, TENSOR, devices_along
 from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
 from fastjax.quantization import read_in_place
 
@@ -60,8 +60,8 @@ def stack_blocks(
     """
     # Equal stacks share a function, but for this pass alone: another may be traced with other implementations.
     block_of, blocks = functools.cache(functools.partial(_block_of, run)), []
-    shared = tensor_axes(model.config) if tensor_devices() > 1 else None
-    across = CONTEXT if context_devices() > 1 else None
+    shared = tensor_axes(model.config) if devices_along(TENSOR) > 1 else None
+    across = CONTEXT if devices_along(CONTEXT) > 1 else None
     for number, (layers, stack) in enumerate(zip(model.layers, model.plan, strict=True)):
         graphdef, variables = nnx.split(layers)
         arrays = nnx.to_pure_dict(variables)

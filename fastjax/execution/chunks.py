@@ -23,7 +23,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.execution.policies import POLICIES
 from fastjax.models.residual_stream import FeedForward
-from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
+from fastjax.parallel import CONTEXT, TENSOR, batch_devices, devices_along, local
 from fastjax.quantization.float8 import decoded_in_float8
 from fastjax.quantization.weight import Weight, after
 
@@ -66,11 +66,11 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
     Raises:
         ConfigError: a number of tokens on several devices along `tensor`.
     """
-    if tensor_devices() > 1:
+    if devices_along(TENSOR) > 1:
         if isinstance(chunk, int):
             raise ConfigError(f"mlp_chunk: expected auto or null with parallel.tensor above 1, got {chunk}")
         return None
-    rows, length = -(-shape[0] // batch_devices()), shape[1] // context_devices()
+    rows, length = -(-shape[0] // batch_devices()), shape[1] // devices_along(CONTEXT)
     if chunk == "auto":
         kept = POLICIES[policy]
         again = kept is not None and "projection" not in kept.kept
@@ -222,7 +222,7 @@ _by_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _parts(array: Float[Array, "B S F"]) -> Float[Array, "B D S/D F"]:
     """The array by the devices that share a row."""
-    return array.reshape(array.shape[0], context_devices(), -1, array.shape[-1])
+    return array.reshape(array.shape[0], devices_along(CONTEXT), -1, array.shape[-1])
 
 
 def _cut(array: Float[Array, "B D S/D F"], start: Array, places: int) -> Float[Array, "B C F"]:

@@ -5,7 +5,7 @@ each device gets its parts: one of them holds a layer beside its own, and its te
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.execution.stacks import located
 from fastjax.execution.streamed import is_streamed
 from fastjax.execution.tensor_parts import held_apart
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
@@ -40,123 +41,103 @@ def fill_tree(
         config: the model's.
         plan: arrangement of the layers.
         arrays: by path, a layer's beside each other and the layers in their order.
+        trained: as for `Places`.
+        offload_layers: as for `Places`.
+        mesh: as for `Places`.
+    """
+    places = Places(config, plan, trained=trained, offload_layers=offload_layers, mesh=mesh)
+    tree: dict[str, Any] = {}
+    pending: dict[str, WeightLike] = {}
+    current: int | None = None
+
+    def fused(index: int) -> Any:
+        nonlocal pending
+        tensors, pending = pending, {}  # nothing holds them once they are joined
+        return fuse_layer(tensors, config, index)
+
+    for path, value in arrays:
+        if current is not None and path.layer != current:
+            places.put(current, fused(current))
+        current = path.layer
+        if current is None:
+            table = {path.part: {path.leaf: value}}
+            tree.setdefault(path.part, {}).update(places.spread(table)[path.part])
+        else:
+            pending[path.inside] = value
+    if current is not None:
+        places.put(current, fused(current))
+    return {"layers": places.stacks, **tree}
+
+
+class Places:
+    """The places of a decoder's layers.
+
+    Attributes:
+        config: the model's.
+        plan: arrangement of the layers.
         trained: whether they are trained: then the tree is the same on every mesh, as a run's state is.
         offload_layers: place the matrices of stacked layers in the host's memory.
         mesh: of the devices that get parts of the arrays; None: the arrays stay on their device.
-    """
-    tree: dict[str, Any] = {}
-
-    def layers() -> Iterator[Any]:
-        pending: dict[str, WeightLike] = {}
-        current: int | None = None
-
-        def fused(index: int) -> Any:
-            nonlocal pending
-            parts, pending = pending, {}  # nothing holds them once they are joined
-            return fuse_layer(parts, config, index)
-
-        for path, value in arrays:
-            if current is not None and path.layer != current:
-                yield fused(current)
-            current = path.layer
-            if current is None:
-                table = {path.part: {path.leaf: value}}
-                tree.setdefault(path.part, {}).update(_spread(table, config, mesh, trained)[path.part])
-            else:
-                pending[path.inside] = value
-        if current is not None:
-            yield fused(current)
-
-    where: Any = {"trained": trained, "offload_layers": offload_layers, "mesh": mesh}
-    return {"layers": fill_layers(config, plan, layers(), **where), **tree}
-
-
-def fill_layers(
-    config: ModelConfig,
-    plan: Sequence[LayerStack],
-    layers: Iterable[Any],
-    *,
-    offload_layers: bool,
-    trained: bool = False,
-    mesh: Mesh | None = None,
-) -> list[list[Any]]:
-    """Layers as they come, put in their places of the runs.
-
-    Args:
-        config: the model's.
-        plan: arrangement of the layers.
-        layers: trees of single layers, in their order.
-        offload_layers: as for `fill_tree`.
-        trained: as for `fill_tree`.
-        mesh: as for `fill_tree`.
-    """
-    runs: list[list[Any]] = [[None] * run.period for run in plan]
-    index = 0
-    for layer in layers:
-        _place(runs, config, plan, index, layer, offload_layers, mesh, trained)
-        del layer  # not while the next one is read, nor in a tuple of `enumerate`
-        index += 1
-    return runs
-
-
-def _spread(tree: Any, config: ModelConfig, mesh: Mesh | None, trained: bool) -> Any:
-    """Arrays of a decoder's tree in their parts on the mesh, if there is one."""
-    if mesh is None:
-        return tree
-    tree = tree if trained else held_apart(tree, config, mesh.shape[TENSOR])
-    return place(tree, shard_frozen(tree, logical_axes(tree, config), mesh))
-
-
-def _place(
-    runs: list[list[Any]],
-    config: ModelConfig,
-    plan: Sequence[LayerStack],
-    index: int,
-    layer: Any,
-    offload_layers: bool,
-    mesh: Mesh | None,
-    trained: bool,
-) -> None:
-    """Copy a layer to its place.
-
-    The places of single layers of a kind are allocated with the first of them: an array made among a layer's temporary
-    ones would come to lie in a hole that these leave, up to twice its size, and hold all of it.
+        stacks: the trees of the layers that have come, by stack and by position in its period.
     """
 
-    def allocate(index: int) -> None:
-        number, position, _ = _place_of(plan, index)
-        count = plan[number].count
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Sequence[LayerStack],
+        *,
+        trained: bool = False,
+        offload_layers: bool = False,
+        mesh: Mesh | None = None,
+    ):
+        self.config, self.plan, self.trained = config, plan, trained
+        self.offload_layers, self.mesh = offload_layers, mesh
+        self.stacks: list[list[Any]] = [[None] * stack.period for stack in plan]
+
+    def spread(self, tree: Any) -> Any:
+        """Arrays of a decoder's tree in their parts on the mesh, if there is one."""
+        if self.mesh is None:
+            return tree
+        tree = tree if self.trained else held_apart(tree, self.config, self.mesh.shape[TENSOR])
+        return place(tree, shard_frozen(tree, logical_axes(tree, self.config), self.mesh))
+
+    def put(self, index: int, layer: Any) -> None:
+        """Copy a layer to its place.
+
+        Args:
+            index: of the layer.
+            layer: its tree.
+        """
+        layer = self.spread({"layers": {0: {0: layer}}})["layers"][0][0]
+        number, position, repeat = located(self.plan, index)
+        stack, stacked = self.stacks[number], self.plan[number].count > 1
+        if stack[position] is None:
+            self._allocate(index, layer)
+            # With the first of single layers the places of all of its kind: an array made among a layer's temporary
+            # ones would come to lie in a hole that these leave, up to twice its size, and hold all of it.
+            for other in () if stacked else range(index + 1, self.config.num_hidden_layers):
+                run, where, _ = located(self.plan, other)
+                alike = self.config.layers[other] == self.config.layers[index]
+                if alike and self.plan[run].count == 1 and self.stacks[run][where] is None:
+                    self._allocate(other, layer)
+        elif not stacked and signature(stack[position]) != signature(layer):  # in another format than the first
+            stack[position] = None
+            self._allocate(index, layer)
+        stack[position] = _put(stack[position], layer, np.int32(repeat) if stacked else None)
+
+    def _allocate(self, index: int, layer: Any) -> None:
+        number, position, _ = located(self.plan, index)
+        count = self.plan[number].count
 
         def zeros(leaf: Any) -> Array:
             shape = leaf.shape if count == 1 else (count, *leaf.shape)
-            if offload_layers and is_streamed(jax.ShapeDtypeStruct(shape, leaf.dtype), count):
+            if self.offload_layers and is_streamed(jax.ShapeDtypeStruct(shape, leaf.dtype), count):
                 return zeros_in_host_memory(shape, leaf.dtype)
             before = (None,) * (len(shape) - leaf.ndim)
-            where = None if mesh is None else NamedSharding(mesh, P(*before, *leaf.sharding.spec))
+            where = None if self.mesh is None else NamedSharding(self.mesh, P(*before, *leaf.sharding.spec))
             return jnp.zeros(shape, leaf.dtype, device=where)
 
-        runs[number][position] = jax.tree.map(zeros, layer)
-
-    layer = _spread({"layers": {0: {0: layer}}}, config, mesh, trained)["layers"][0][0]
-    number, position, repeat = _place_of(plan, index)
-    stacked = plan[number].count > 1
-    if runs[number][position] is None:
-        allocate(index)
-        alike = (n for n in range(index + 1, config.num_hidden_layers) if config.layers[n] == config.layers[index])
-        for other, (run, where, _) in ((n, _place_of(plan, n)) for n in alike if not stacked):
-            if plan[run].count == 1 and runs[run][where] is None:
-                allocate(other)
-    if not stacked and signature(runs[number][position]) != signature(layer):  # held in another format than the first
-        runs[number][position] = None
-        allocate(index)
-    runs[number][position] = _put(runs[number][position], layer, np.int32(repeat) if stacked else None)
-
-
-def _place_of(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
-    """A layer's run, its position in the period, and the number of the period."""
-    number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
-    offset = index - plan[number].start
-    return number, offset % plan[number].period, offset // plan[number].period
+        self.stacks[number][position] = jax.tree.map(zeros, layer)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -32,32 +32,30 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerS
     return tuple(runs)
 
 
-def stack(layers: Sequence[Any]) -> Any:
-    """Layers of one structure, along a new leading axis of every leaf."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+def located(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
+    """A layer's stack by number, its position in the period, and the number of the period."""
+    for number, stack in enumerate(plan):
+        offset = index - stack.start
+        if 0 <= offset < stack.period * stack.count:
+            return number, offset % stack.period, offset // stack.period
+    raise IndexError(f"layer {index} is in no stack of {list(plan)}")
 
 
-def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[LayerStack], index: int) -> Any:
-    """Layer `index` out of the runs' trees, unstacked."""
-    for run, trees in zip(plan, runs, strict=True):
-        offset = index - run.start
-        if 0 <= offset < run.period * run.count:
-            tree, repeat = trees[offset % run.period], offset // run.period
-            return tree if run.count == 1 else layer_at(tree, repeat)
-    raise IndexError(f"layer {index} is in no run of {list(plan)}")
+def layer_of(stacks: Sequence[Sequence[Any]], plan: Sequence[LayerStack], index: int) -> Any:
+    """Layer `index` out of the stacks' trees, by itself."""
+    number, position, repeat = located(plan, index)
+    tree = stacks[number][position]
+    return tree if plan[number].count == 1 else layer_at(tree, repeat)
 
 
 def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]]:
-    """Trees of single layers, arranged as the plan's runs."""
-    return [
-        [
-            layers[run.start + p]
-            if run.count == 1
-            else stack([layers[run.start + p + n * run.period] for n in range(run.count)])
-            for p in range(run.period)
-        ]
-        for run in plan
-    ]
+    """Trees of single layers, arranged as the plan's stacks: those that repeat lead with a new axis."""
+
+    def tree(stack: LayerStack, position: int) -> Any:
+        own = [layers[stack.start + position + n * stack.period] for n in range(stack.count)]
+        return own[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+
+    return [[tree(stack, position) for position in range(stack.period)] for stack in plan]
 
 
 def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: Sequence[LayerStack]) -> list[list[Any]]:

@@ -2,7 +2,7 @@
 
 Of the projections that read a layer's input, each device has some output rows: its own query heads, the key heads that
 these read, its own features of gate and up. Of the projections back it has the input columns that belong to these, and
-their outputs are summed (`parallel.tensor`). So all that lies between is a device's own. The layers run in one island,
+their outputs are summed (`parallel.tokens`). So all that lies between is a device's own. The layers run in one island,
 as modules of a smaller model: heads, parts and weights are a device's part.
 
 A weight of several parts is held as one weight a part (`held_apart`), each split by its own rows; an adapter's A or B
@@ -30,7 +30,7 @@ from fastjax.models.layout import MIN_ADAPTER
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.projection import Projection
 from fastjax.models.residual_stream import Tokens
-from fastjax.parallel import BATCH, CONTEXT, TENSOR, all_tokens, local, own_sums, rows_split, split_axis, tensor_devices
+from fastjax.parallel import BATCH, CONTEXT, TENSOR, all_tokens, devices_along, local, own_sums, rows_split, split_axis
 from fastjax.parallel.islands import on_axes
 from fastjax.parallel.mesh import MESH_AXES, as_input
 from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
@@ -155,7 +155,7 @@ def layers_on_parts(
         shared: that all layers read.
         rest: more arguments, the same on all devices.
     """
-    devices, split = tensor_devices(), split_axis(x.shape[0])
+    devices, split = devices_along(TENSOR), split_axis(x.shape[0])
     for layer in layers:
         inner = (*layer.mixer.inner, *layer.mlp.inner)
         for projection in (*inner, *layer.mixer.outer, *layer.mlp.outer):

@@ -23,7 +23,7 @@ from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.adapters import build_adapters
 from fastjax.execution.language_model import LanguageModel
-from fastjax.execution.places import fill_layers
+from fastjax.execution.places import Places
 from fastjax.execution.stacks import layer_of, plan_layers, rearrange
 from fastjax.language_model.host import (
     has_host_embedding,
@@ -73,8 +73,10 @@ def attach_adapter(
     kinds = [(model.precision.layer_kind(model.config, i), model.execution.policy(i)) for i in range(count)]
     plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.execution.layer_loop)
     if plan != model.plan and has_host_layers(model):
-        layers = (layer_of(runs, model.plan, index) for index in range(count))
-        runs = fill_layers(model.config, plan, layers, offload_layers=True)
+        places = Places(model.config, plan, offload_layers=True)
+        for index in range(count):
+            places.put(index, layer_of(runs, model.plan, index))
+        runs = places.stacks
     else:
         runs = rearrange(runs, model.plan, plan)
     weights = {**model.frozen, "layers": runs}

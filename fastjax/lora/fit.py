@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING
 
 from convert.adapter_config import SCORED
 from convert.adapters import Adapter, AdapterConfig, open_adapter
-from convert.expert_adapters import expert_shapes
 from convert.families.mapping import family_of, with_score
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, SCORE, WeightPath
-from convert.model.spec import ADAPTED
+from convert.model.paths import SCORE, WeightPath
 from fastjax.data.new_tokens import own_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora.settings import check_adapter
-from fastjax.lora.sites import adapter_sites
+from fastjax.lora.sites import Shape, adapter_sites
 from fastjax.lora.tables import adapter_rows, trained_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-Shape = tuple[int, ...]
 
 
 def open_fitting(
@@ -92,28 +88,13 @@ def _expected(
     adapter: AdapterConfig, config: ModelConfig, shapes: Mapping[str, Shape]
 ) -> tuple[dict[WeightPath, Shape], set[WeightPath]]:
     """The shapes of an adapter's arrays, and the paths of copies that PEFT writes and nothing takes."""
-    matrices = {spec.path.module: spec.shape for spec in config.specs if spec.kind in ADAPTED}
-    experts, tables = expert_shapes(config.specs), (config.vocab_size, config.hidden_size)
     expected: dict[WeightPath, Shape] = {}
     for site in adapter_sites(adapter, config):
-        path, rank = site.path, site.rank
-        if path.of_experts:
-            number, rows, columns, *_ = experts[path]
-            found: dict[str, Shape] = {"lora_A": (number, rank, columns), "lora_B": (number, rows, rank)}
-        elif path == EMBEDDING:
-            found = {"lora_embedding_A": (rank, tables[0]), "lora_embedding_B": (tables[1], rank)}
-        else:
-            rows, columns = tables if path.layer is None else matrices[path]
-            found = {"lora_A": (rank, columns), "lora_B": (rows, rank)}
-        if adapter.use_dora:
-            found["lora_magnitude_vector"] = (tables[1] if path == EMBEDDING else found["lora_B"][0],)
-        expected |= {path.with_leaf(leaf): shape for leaf, shape in found.items()}
+        expected |= {site.path.with_leaf(leaf): shape for leaf, shape in site.shapes(adapter.use_dora).items()}
     spare: set[WeightPath] = set()
     for table in trained_tables(adapter, config):
-        leaf = "modules_to_save.weight" if table.ids is None else "trainable_tokens_delta"
-        paths = [WeightPath(None, "", name, leaf) for name in table.uses]
-        taken = paths[0] if table.ids is not None else next((path for path in paths if path in shapes), paths[0])
-        rows = 1 if taken.part == SCORE else tables[0]
-        expected[taken] = (rows if table.ids is None else len(table.ids), tables[1])
-        spare |= {*paths} - {taken}  # PEFT writes one for the head of a tied table, too
+        taken = table.stored(shapes)
+        rows = 1 if taken.part == SCORE else config.vocab_size
+        expected[taken] = (rows if table.ids is None else len(table.ids), config.hidden_size)
+        spare |= {*table.paths} - {taken}  # PEFT writes one for the head of a tied table, too
     return expected, spare

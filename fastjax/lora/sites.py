@@ -10,20 +10,44 @@ from convert.errors import shown
 from convert.expert_adapters import expert_shapes
 from convert.families.mapping import family_of
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.paths import EMBEDDING, TABLES, WeightPath
 from convert.model.spec import ADAPTED
 from convert.renamed_modules import is_renamed
 from fastjax.errors import ConfigError
 from fastjax.lora.tables import check_saved, savable, saved_modules
 
+Shape = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSite:
-    """One module with an adapter: its path, rank and scale."""
+    """One module with an adapter.
+
+    Attributes:
+        path: of the module.
+        rank: of the adapter.
+        scaling: of the adapter.
+        shape: of the module's weight, (out, in); of a table (V, E); of experts (X, out, in).
+    """
 
     path: WeightPath
     rank: int
     scaling: float
+    shape: Shape
+
+    def shapes(self, use_dora: bool) -> dict[str, Shape]:
+        """The shapes of the adapter's arrays: A, B, and DoRA's magnitudes.
+
+        Args:
+            use_dora: whether there are any.
+        """
+        *experts, rows, columns = self.shape
+        if self.path == EMBEDDING:
+            found: dict[str, Shape] = {"lora_embedding_A": (self.rank, rows), "lora_embedding_B": (columns, self.rank)}
+        else:
+            found = {"lora_A": (*experts, self.rank, columns), "lora_B": (*experts, rows, self.rank)}
+        magnitudes = columns if self.path == EMBEDDING else rows
+        return found | ({"lora_magnitude_vector": (magnitudes,)} if use_dora else {})
 
 
 def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSite]:
@@ -42,11 +66,11 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     _check_experts(adapter)
     sites = []
     family = family_of(config)
-    for path in candidates(config):
+    for path, shape in candidates(config).items():
         if selects(adapter, path, family) and path not in saved:
             name = tuned_name(path, family)
             rank, _ = rank_and_alpha(adapter, name)
-            sites.append(AdapterSite(path, rank, scaling(adapter, name)))
+            sites.append(AdapterSite(path, rank, scaling(adapter, name), shape))
     if not sites and not adapter.modules_to_save:
         raise ConfigError(
             f"target_modules: {shown(adapter.target_modules)} matches no module of this model; there are "
@@ -64,12 +88,13 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     return sites
 
 
-def candidates(config: ModelConfig) -> list[WeightPath]:
-    """The paths of all modules that can have an adapter, in the order of the model."""
-    modules = (spec.path.module for spec in config.specs if spec.kind in ADAPTED)
-    layers = sorted((*modules, *expert_shapes(config.specs)), key=lambda path: path.layer or 0)
-    head = [] if config.scored else [WeightPath(None, "", HEAD, "")]
-    return [WeightPath(None, "", EMBEDDING, ""), *layers, *head]
+def candidates(config: ModelConfig) -> dict[WeightPath, Shape]:
+    """All modules that can have an adapter, in the order of the model, and the shapes of their weights."""
+    modules = [(spec.path.module, spec.shape) for spec in config.specs if spec.kind in ADAPTED]
+    modules += [(path, shape[:3]) for path, shape in expert_shapes(config.specs).items()]
+    tables = [(WeightPath(None, "", name, ""), (config.vocab_size, config.hidden_size)) for name in TABLES]
+    layers = sorted(modules, key=lambda module: module[0].layer or 0)
+    return dict([tables[0], *layers, *([] if config.scored else tables[1:])])
 
 
 def projections(config: ModelConfig) -> list[str]:

@@ -8,13 +8,13 @@ alike. No JAX. `lora.attach` makes the arrays, `models.new_rows` grows the table
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from convert.adapters import AdapterConfig, targets
 from convert.errors import shown
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES
+from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES, WeightPath
 from convert.vocabulary import head_follows, table_rows, token_ids
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
@@ -33,6 +33,16 @@ class TrainedTable(NamedTuple):
 
     uses: tuple[str, ...]
     ids: tuple[int, ...] | None
+
+    @property
+    def paths(self) -> list[WeightPath]:
+        """The paths of its array in an adapter, one a use."""
+        leaf = "modules_to_save.weight" if self.ids is None else "trainable_tokens_delta"
+        return [WeightPath(None, "", name, leaf) for name in self.uses]
+
+    def stored(self, paths: Container[str]) -> WeightPath:
+        """The path, among an adapter's, of the array that is taken: of tied whole tables either may be there."""
+        return next((path for path in self.paths if self.ids is None and path in paths), self.paths[0])
 
 
 def savable(config: ModelConfig) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Several GPUs: the mesh, where arrays live on it, and islands for kernels."""
 
 from fastjax.parallel.checks import check_mesh
-from fastjax.parallel.context import context_devices, in_order, own_tokens
 from fastjax.parallel.islands import (
     BATCH,
     CONTEXT,
@@ -10,12 +9,13 @@ from fastjax.parallel.islands import (
     TENSOR,
     batch_devices,
     batch_part,
+    devices_along,
     local,
     several_devices,
 )
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen
 from fastjax.parallel.placing import place, row_shardings
-from fastjax.parallel.tensor import all_tokens, own_sums, rows_split, split_axis, tensor_devices
+from fastjax.parallel.tokens import all_tokens, in_order, own_sums, own_tokens, rows_split, split_axis
 
 __all__ = [
     "BATCH",
@@ -30,7 +30,7 @@ __all__ = [
     "batch_part",
     "batch_sharding",
     "check_mesh",
-    "context_devices",
+    "devices_along",
     "in_order",
     "local",
     "make_mesh",
@@ -42,5 +42,4 @@ __all__ = [
     "several_devices",
     "shard_frozen",
     "split_axis",
-    "tensor_devices",
 ]

@@ -55,6 +55,12 @@ def several_devices() -> bool:
     return not mesh.empty and mesh.size > 1
 
 
+def devices_along(axis: str) -> int:
+    """The number of devices of the ambient mesh along an axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape.get(axis, 1)
+
+
 def batch_devices() -> int:
     """The number of devices over which the ambient mesh splits the batch that the caller sees."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -100,7 +100,7 @@ def make_mesh(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch's arrays [A, B, …]: rows over `BATCH`, each whole (`context.own_tokens`)."""
+    """The sharding of a batch's arrays [A, B, …]: rows over `BATCH`, each whole (`tokens.own_tokens`)."""
     return NamedSharding(mesh, P(None, on_axes(BATCH, mesh)))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.models.decoder import Decoder, lm_logits
-from fastjax.parallel import SHARES, batch_devices, context_devices, local, rows_split, split_axis, tensor_devices
+from fastjax.parallel import CONTEXT, SHARES, TENSOR, batch_devices, devices_along, local, rows_split, split_axis
 from fastjax.parallel.gather import gathered, holds_shards
 from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy, token_log_probs
 
@@ -89,9 +89,9 @@ def _head(
         head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
         return lm_logits(head, hidden)
 
-    parts = (batch_devices() * tensor_devices(), context_devices())
+    parts = (batch_devices() * devices_along(TENSOR), devices_along(CONTEXT))
     if split_axis(shape[0]) == 1:
-        parts = (batch_devices(), context_devices() * tensor_devices())
+        parts = (batch_devices(), devices_along(CONTEXT) * devices_along(TENSOR))
     rows, length = -(-shape[0] // parts[0]), shape[1] // parts[1]
     options = {
         "chunk_size": chunk_size or chunk_size_for(rows, length, model.config.vocab_size),

@@ -207,8 +207,8 @@ def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypat
         seen.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in known))
         return result
 
-    place, quantize = places._place, load.quantize_matrix
-    monkeypatch.setattr(places, "_place", lambda *arguments: watched(place, *arguments))
+    place, quantize = places.Places.put, load.quantize_matrix
+    monkeypatch.setattr(places.Places, "put", lambda *arguments: watched(place, *arguments))
     monkeypatch.setattr(load, "quantize_matrix", lambda *arguments: watched(quantize, *arguments))
     model = tiny.model(folder, config, load_in_4bit=True, layer_loop=layer_loop)
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
@@ -248,8 +248,13 @@ def test_no_device_holds_the_model_while_it_is_loaded_onto_a_mesh(tmp_path, monk
 
         return call
 
-    for module, name in ((load, "_is_finite"), (places, "fuse_layer"), (places, "_spread"), (places, "_place")):
-        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    for owner, name in (
+        (load, "_is_finite"),
+        (places, "fuse_layer"),
+        (places.Places, "spread"),
+        (places.Places, "put"),
+    ):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     options = {"dtype": "float32", "load_in_4bit": load_in_4bit, "layer_loop": layer_loop}
     model = load_opened(fetch(folder), read_outline(folder), mesh=make_mesh(fsdp=8), **options)
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
