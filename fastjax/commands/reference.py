@@ -4,10 +4,7 @@ The source is the sections' fields, each with its annotation and a docstring bel
 docs/settings.md are two renderings of them.
 """
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
 import textwrap
 import typing
@@ -15,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fastjax.data.settings import DataSource
-from fastjax.options import describe, hints_of
+from fastjax.options import describe, hints_of, meanings
 from fastjax.training.config import QATSettings, TrainConfig
 
 SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
@@ -42,9 +39,9 @@ def list_sections() -> Iterator[tuple[str, str, list[Setting]]]:
     """The sections, each with its meaning and its settings; last those inside of data.train and training.qat."""
     inside = {"data.train[…]": DataSource, "training.qat": QATSettings}
     for name, section in {**SECTIONS, **inside}.items():
-        meanings, hints = _docstrings(section), hints_of(section)
+        sentences, hints = meanings(section), hints_of(section)
         settings = [
-            Setting(field.name, describe(hints[field.name]), _default(field), meanings[field.name])
+            Setting(field.name, describe(hints[field.name]), _default(field), sentences[field.name])
             for field in dataclasses.fields(section)
         ]
         yield name, section.__doc__ or "", settings
@@ -80,18 +77,6 @@ def markdown() -> str:
             cells = (f"`{setting.name}`", setting.takes, default, setting.meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"
-
-
-def _docstrings(section: type) -> dict[str, str]:
-    """The text below each field of a section and of its bases."""
-    found = {}
-    for kind in section.__mro__[:-1]:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, text in itertools.pairwise(body.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
-    return found
 
 
 def _default(field: dataclasses.Field) -> str | None:

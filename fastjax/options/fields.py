@@ -32,7 +32,7 @@ def checked(name: str) -> Callable[[type[S]], type[S]]:
     Fields that are such classes themselves, or lists of them, take mappings too.
 
     Args:
-        name: that errors begin with, such as that of a section in the file.
+        name: that errors begin with, such as that of a section in the file; "": errors begin with the field.
     """
 
     def make(kind: type[S]) -> type[S]:
@@ -44,7 +44,7 @@ def checked(name: str) -> Callable[[type[S]], type[S]]:
             given = dict(zip(names, values, strict=False)) | settings
             hints, settings = hints_of(made), {}
             for key, value in given.items():
-                where = f"{name}.{shorten(key, 80)}"
+                where = full_name(self, shorten(key, 80))
                 _check_limits(where, value)
                 settings[key] = value = list(value) if isinstance(value, tuple) else value
                 for inner in nested(hints.get(key)):
@@ -52,13 +52,23 @@ def checked(name: str) -> Callable[[type[S]], type[S]]:
             try:
                 construct(self, *values[len(names) :], **settings)
             except ValidationError as error:
-                raise ConfigError(_explain(name, hints, given, error)) from error
+                raise ConfigError(_explain(self, hints, given, error)) from error
 
         made.__init__ = init
         made.__option__ = name
         return made
 
     return make
+
+
+def full_name(options: Any, field: str) -> str:
+    """The name of a field in errors: section.field.
+
+    Args:
+        options: of a class that is `checked`.
+        field: its field.
+    """
+    return f"{options.__option__}.{field}" if options.__option__ else field
 
 
 @functools.cache
@@ -100,14 +110,14 @@ def _with_sections(value: Any, inner: Any, where: str) -> Any:
         raise ConfigError(where + str(error).removeprefix(inner.__option__)) from error
 
 
-def _explain(name: str, hints: dict[str, Any], settings: dict[str, Any], error: ValidationError) -> str:
+def _explain(options: Any, hints: dict[str, Any], settings: dict[str, Any], error: ValidationError) -> str:
     """A mistake in a sentence: an unknown key if there is one, else the first."""
     found = error.errors(include_url=False, include_input=False)
     mistake = max(found, key=lambda one: one["type"] == "unexpected_keyword_argument")
     if not mistake["loc"]:  # a rule between fields, of `__post_init__`
         return str(mistake.get("ctx", {})["error"])
     key = str(mistake["loc"][0])
-    where = f"{name}.{shorten(key, 80)}"
+    where = full_name(options, shorten(key, 80))
     if key not in hints:
         return f"{where}: unknown; expected one of {', '.join(hints)}"
     if key not in settings:

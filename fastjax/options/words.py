@@ -1,6 +1,10 @@
 """The type of a setting in words, from its annotation: for errors, `--help` and docs/settings.md."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
+import textwrap
 import types
 import typing
 from typing import Annotated, Any, Literal
@@ -41,6 +45,22 @@ def describe(kind: Any, many: bool = False) -> str:
     if dataclasses.is_dataclass(kind):
         return f"{'sections' if many else 'a section'} with {', '.join(required(kind))}"
     return _WORDS[kind][many]
+
+
+def meanings(section: type) -> dict[str, str]:
+    """The text below each field of a section and of its bases.
+
+    Args:
+        section: a dataclass.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in itertools.pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def required(section: Any) -> list[str]:

@@ -1,99 +1,27 @@
 """The sections `model` and `lora`: the arguments of `FastLanguageModel.from_pretrained` and `.get_peft_model`."""
 
 import dataclasses
-import re
-from typing import Annotated, Any, Literal
-
-from annotated_types import Interval, Predicate
 
 from fastjax.errors import ConfigError
-from fastjax.execution.policies import POLICIES
-from fastjax.limits import MAX_ROW_TOKENS
+from fastjax.execution.options import Length, LoadOptions
 from fastjax.lora.settings import LoraSettings
 from fastjax.options import checked
-from fastjax.options.kinds import Count
 
-_POLICY = re.compile(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?")
-
-Recompute = Annotated[
-    bool | Annotated[str, Predicate(lambda text: _POLICY.fullmatch(text) is not None)],
-    f"true or false or one of auto, {', '.join(POLICIES)}, or NAME:k for the first k layers",
-]
-"""The operations that the backward pass computes again."""
-
-
-@checked("model")
-class ModelSection:
-    """The base model and how it is held."""
+@dataclasses.dataclass(frozen=True)
+class ModelName:
+    """The model that is loaded."""
 
     model_name: str
     """folder of the base model in Hugging Face format, or its name on the hub, org/model or org/model@revision; the run
     keeps the commit that it took."""
-    max_seq_length: Annotated[int, Interval(ge=2, le=MAX_ROW_TOKENS)] = 2048
-    """length of a row, in tokens."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """dtype of the computation; null: bfloat16 on a GPU (float16 before Ampere), float32 on a CPU. float16 brings
-    dynamic loss scaling, float32 means float32 in every product; a quantised base keeps the values that its format
-    decodes to."""
-    param_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    """dtype of the trained arrays."""
-    float32_modules: list[str] | None = None
-    """modules whose weights and computation stay in float32 whatever dtype says, by name or by the end of it: norm,
-    lm_head, layers.0.mlp."""
-    load_in_4bit: bool = True
-    """hold the frozen weights of the layers in NF4 (QLoRA)."""
-    base_compute: Literal["float8"] | None = None
-    """float8: the products of the layers' frozen matrices, forward and to their inputs, are computed in float8_e4m3fn,
-    both operands rounded to it with a scale a row, on an NVIDIA GPU of compute capability 8.9 or more: a step is a
-    third to a half faster, at some cost in loss; adapters, attention and head stay as dtype says, which is bfloat16
-    then. null: as dtype."""
-    full_finetuning: bool = False
-    """train every weight instead of an adapter."""
-    new_tokens: list[str] | None = None
-    """tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean of the
-    others."""
-    rope_scaling: dict[str, Any] | None = None
-    """replaces the scaling of the rotary positions, for longer contexts, as config.json has it: {rope_type: yarn,
-    factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from the length that the model
-    was pretrained on."""
-    use_gradient_checkpointing: Recompute = "auto"
-    """the backward pass recomputes: none: nothing; false or projections: the operations between the projections and the
-    attention; attention: all but the attention; true or full: all but the layers' inputs; offload, offload_attention:
-    as full and attention, with what is kept in the host's memory; offload_projections: the MLP, and what lies between
-    the projections and the attention, with the same there; projections:8: the first eight layers by projections, the
-    others by full (by offload after offload_attention:8). auto: of all but none the fastest that the GPU has memory
-    for, full on a CPU; a resumed run keeps its choice."""
-    offload_embedding: bool = False
-    """hold the table of embeddings in the host's memory, where it is frozen and not the head's too: 1 GiB of the GPU's
-    for Llama 3 8B, against a few milliseconds a step."""
-    offload_layers: bool = False
-    """hold the matrices of the layers in the host's memory, where they are frozen and the layers are scanned. The GPU
-    has those of two layers at a time, and fetches all of them twice a step, beside its products: 35 GB of a 70B model
-    in NF4, 0.7 seconds over PCIe 5."""
-    mlp_chunk: Count | Literal["auto"] | None = "auto"
-    """tokens that an MLP computes at a time, forward and backward, so that it takes memory for so many alone (a tiled
-    MLP). auto: 2048 where a GPU has 16384 tokens or more at a time and the backward pass recomputes the MLP anyway;
-    null: all. Mixtures of experts compute all."""
-    allow_nonfinite: bool = False
-    """let NaN and infinity in the base's or the adapter's weights through instead of refusing them by the tensor's
-    name; a matrix that is quantised is refused with any."""
-    layer_loop: Literal["scan", "unroll"] = "scan"
-    """scan over the layers (compile time independent of depth) or unroll them (a few percent faster)."""
 
-    def __post_init__(self) -> None:
-        for name in ("offload_embedding", "offload_layers"):
-            if getattr(self, name) and self.full_finetuning:
-                raise ConfigError(f"model.{name}: expected false with model.full_finetuning: true, got true")
-        if self.offload_layers and self.layer_loop != "scan":
-            raise ConfigError("model.offload_layers: expected false with model.layer_loop: unroll, got true")
-        if self.base_compute is not None and (self.full_finetuning or self.dtype not in (None, "bfloat16")):
-            beside = "full_finetuning: true" if self.full_finetuning else f"dtype: {self.dtype}"
-            raise ConfigError(f"model.base_compute: expected null with model.{beside}, got {self.base_compute}")
-        if self.full_finetuning and self.load_in_4bit:
-            raise ConfigError(
-                "model.load_in_4bit: expected false with model.full_finetuning: true, got true; "
-                "a 4-bit weight is frozen and only an adapter can be trained over it"
-            )
+
+@checked("model")
+class ModelSection(LoadOptions, ModelName):
+    """The base model and how it is held."""
+
+    max_seq_length: Length = 2048
+    """length of a row, in tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
