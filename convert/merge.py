@@ -88,7 +88,7 @@ def merge(
             stay what they are where the adapter leaves them alone); None: each tensor keeps its dtype, or takes the
             one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
-            they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
+            they were read: they are quantised and decoded before the adapter is added.
         skip: With a quantised `dtype` or `base_in_nf4`, modules or ends of their names ("layers.0.mlp.down_proj",
             "o_proj") that are not quantised.
         activations: With a quantised `dtype`, as of `convert.quantize.quantize`; None: what the adapter was trained

@@ -1,12 +1,16 @@
 """Types of command-line arguments that several commands share."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from convert.errors import shorten
 from fastjax import strict_yaml
 from fastjax.strict_yaml import YamlError
+
+if TYPE_CHECKING:
+    from fastjax.execution.options import LoadOptions
 
 
 def positive(text: str) -> int:
@@ -38,6 +42,38 @@ def mapping(example: str) -> Callable[[str], dict[str, Any]]:
         return value
 
     return read
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model that computes, with those of loading it.
+
+    Args:
+        parser: of a command that takes a model, with or without an adapter.
+    """
+    parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
+    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
+    parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
+    parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
+    parser.add_argument(
+        "--rope_scaling",
+        type=mapping("{rope_type: yarn, factor: 4.0}"),
+        metavar="MAPPING",
+        help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
+    )
+    parser.add_argument("--allow_nonfinite", action="store_true", help="let NaN and infinity in the weights through")
+
+
+def load_options(arguments: argparse.Namespace) -> "LoadOptions":
+    """The options of loading that are among a command's arguments.
+
+    Args:
+        arguments: with those of `add_model`.
+    """
+    from fastjax.execution.options import LoadOptions  # --help needs none
+
+    names = {field.name for field in dataclasses.fields(LoadOptions)} & vars(arguments).keys()
+    return LoadOptions(**{name: getattr(arguments, name) for name in names})
 
 
 def add_chat_template_kwargs(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from convert.files import atomic_file
 from fastjax.commands import compilation_cache
-from fastjax.commands.arguments import add_chat_template_kwargs
+from fastjax.commands.arguments import add_chat_template_kwargs, add_model, load_options
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,13 +42,7 @@ def main(argv: Sequence[str]) -> None:
     from fastjax.language_model.as_trained import load_as_trained
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
-    model = load_as_trained(
-        arguments.model,
-        arguments.adapter,
-        max_seq_length=arguments.max_seq_length,
-        dtype=arguments.dtype,
-        load_in_4bit=arguments.load_in_4bit,
-    )
+    model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
         bars = {task.name: bar.add_task(escape(task.name), total=None) for task in tasks}
 
@@ -71,17 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Let a model do tasks: questions whose answers must match, or choices, of which the likeliest "
         "counts.",
     )
-    parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
-    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
+    add_model(parser)
     parser.add_argument("--tasks", required=True, type=Path, metavar="FILE", help="YAML file with a list of tasks")
     add_chat_template_kwargs(parser)
     parser.add_argument("--limit", type=int, metavar="N", help="the first rows of each task alone")
     parser.add_argument(
         "--batch_size", type=int, default=32, metavar="N", help="prompts at once (default: %(default)s)"
     )
-    parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
-    parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write metrics and samples as JSON")
     compilation_cache.add_option(parser)
     return parser

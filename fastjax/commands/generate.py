@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastjax.commands import compilation_cache
-from fastjax.commands.arguments import add_chat_template_kwargs, mapping
+from fastjax.commands.arguments import add_chat_template_kwargs, add_model, load_options
 from fastjax.errors import ConfigError, DataError
 
 
@@ -25,15 +25,7 @@ def main(argv: Sequence[str]) -> None:
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
     check_sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    model = load_as_trained(
-        arguments.model,
-        arguments.adapter,
-        max_seq_length=arguments.max_seq_length,
-        dtype=arguments.dtype,
-        load_in_4bit=arguments.load_in_4bit,
-        rope_scaling=arguments.rope_scaling,
-        allow_nonfinite=arguments.allow_nonfinite,
-    )
+    model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
     answers = answer(
         model,
         prompts,
@@ -55,8 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastjax generate", description="Let a model answer prompts.")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
-    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
+    add_model(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
@@ -72,16 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
     parser.add_argument("--top_p", type=float, metavar="P", help="sample among the tokens that sum to probability P")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
-    parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
-    parser.add_argument(
-        "--rope_scaling",
-        type=mapping("{rope_type: yarn, factor: 4.0}"),
-        metavar="MAPPING",
-        help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
-    )
-    parser.add_argument("--allow_nonfinite", action="store_true", help="let NaN and infinity in the weights through")
     compilation_cache.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     return parser

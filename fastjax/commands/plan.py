@@ -119,7 +119,7 @@ def plan(
         tell = status.update if console.is_terminal else _say_aside  # minutes of compiling are not silent
         if longest:
             # Of the meshes that "auto" leaves open, the one of which a device holds least.
-            positions = opened.outline.config.max_length
+            positions = opened.config.max_length
             rows = longest_rows(config, positions, device, policies, room, tell, shapes[-1])
         else:
             for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits

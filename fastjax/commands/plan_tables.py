@@ -39,7 +39,7 @@ def show(
         plan: the steps.
         room: what they may take.
     """
-    length, loop, planned, best = config.model.max_seq_length, config.model.layer_loop, plan.steps, plan.best
+    length, loop, planned, best = config.model.max_seq_length, _loop(config), plan.steps, plan.best
     mesh = planned[0].mesh
     several = mesh.size > 1
     linked = ("link GB", "link ms") if several else ()
@@ -134,7 +134,7 @@ def show_longest(
         room: what a step may take.
         mesh: shape of the mesh.
     """
-    loop = config.model.layer_loop
+    loop = _loop(config)
     table = _table("N", "in all", "host", "bound by")
     for policy, found in rows.items():
         if found is None:
@@ -201,6 +201,10 @@ def _print(console: Console, title: str, table: Table) -> None:
 
 def _share(card: "Card", room: "Room") -> str:
     return f"{room.device / 1e9:.1f} GB of the card's {card.memory_bytes / 1e9:.1f}"
+
+
+def _loop(config: TrainConfig) -> str:
+    return "scan" if config.model.scans else "unroll"
 
 
 def _say_pinned(console: Console, host: int) -> None:

@@ -64,7 +64,7 @@ def _packing(result: "FineTuned") -> str | None:
         return None
     folder, name = str(result.folder), aware.weights
     skip = ["--skip", *aware.modules_to_not_quantize] if aware.modules_to_not_quantize else []
-    nf4 = ["--base_in_nf4"] if model.load_in_4bit else []
+    nf4 = ["--base_in_nf4"] if model.in_nf4 else []
     if name not in WRITERS:
         merged = folder if model.full_finetuning else f"{folder}-merged"
         merge = [] if model.full_finetuning else [["merge", model.model_name, folder, merged, *nf4]]

@@ -18,7 +18,6 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from convert.errors import shown
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.execution.policies import POLICIES
@@ -29,13 +28,15 @@ from fastjax.quantization.weight import Weight, after
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
 AUTO_CHUNK, AUTO_TOKENS = 2048, 16384
+#: The option, for errors.
+CHUNK = "mlp_chunk"
 #: `by_chunks`' setting: tokens of a chunk; "auto": `AUTO_CHUNK` of long rows; None: the whole at once.
 Chunk = int | Literal["auto"] | None
 #: (state, dropout key, x [B, C, E], others [B, C, …]) -> x's successor [B, C, E].
 Function = Callable[..., Array]
 
 
-def check_chunk(chunk: Any, config: ModelConfig) -> Chunk:
+def check_chunk(chunk: Chunk, config: ModelConfig) -> Chunk:
     """The setting itself.
 
     Args:
@@ -43,14 +44,10 @@ def check_chunk(chunk: Any, config: ModelConfig) -> Chunk:
         config: the model's.
 
     Raises:
-        ConfigError: it is none of these; or a number, and all layers have mixtures of experts.
+        ConfigError: a number, and all layers have mixtures of experts.
     """
-    if chunk in (None, "auto"):
-        return chunk
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ConfigError(f"mlp_chunk: expected auto, None or a number of tokens, got {shown(chunk)}")
-    if all(config.mixtures):
-        raise ConfigError(f"mlp_chunk: expected auto or null with mixtures of experts in all layers, got {chunk}")
+    if isinstance(chunk, int) and all(config.mixtures):
+        raise ConfigError(f"{CHUNK}: expected auto or null with mixtures of experts in all layers, got {chunk}")
     return chunk
 
 
@@ -68,7 +65,7 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
     """
     if devices_along(TENSOR) > 1:
         if isinstance(chunk, int):
-            raise ConfigError(f"mlp_chunk: expected auto or null with parallel.tensor above 1, got {chunk}")
+            raise ConfigError(f"{CHUNK}: expected auto or null with parallel.tensor above 1, got {chunk}")
         return None
     rows, length = -(-shape[0] // batch_devices()), shape[1] // devices_along(CONTEXT)
     if chunk == "auto":

@@ -5,11 +5,13 @@ from typing import Any, TypeVar
 
 from jaxtyping import Array, Float, Int
 
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.execution.blocks import stack_blocks
-from fastjax.execution.chunks import Chunk
+from fastjax.execution.chunks import CHUNK, Chunk, check_chunk
 from fastjax.execution.host_table import take_rows
 from fastjax.execution.loop import run_layers, run_steps
+from fastjax.execution.options import LoadOptions
 from fastjax.execution.policies import policy_of
 from fastjax.models.context import Context, Sums
 from fastjax.models.decoder import Decoder
@@ -26,13 +28,31 @@ class Execution(Executor):
 
     Attributes:
         remat: the policy of rematerialisation, as `policies.policy_of` takes it.
-        layer_loop: "scan" for a loop over equal layers, or "unroll".
-        mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
+        scans: whether there is a loop over equal layers.
+        chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
     """
 
     remat: str = "none"
-    layer_loop: str = "scan"
-    mlp_chunk: Chunk = None
+    scans: bool = True
+    chunk: Chunk = None
+
+    @classmethod
+    def of(cls, options: LoadOptions, config: ModelConfig) -> "Execution":
+        """The execution that options ask for.
+
+        Args:
+            options: of loading the model.
+            config: the model's.
+
+        Raises:
+            ConfigError: chunks that the model does not have.
+        """
+        return cls(options.remat, options.scans, check_chunk(options.mlp_chunk, config))
+
+    def __str__(self) -> str:
+        """The execution in words."""
+        chunk = {None: "whole", "auto": "by chunks in long rows"}.get(self.chunk, f"by {self.chunk} tokens")
+        return f"layers {'scanned' if self.scans else 'unrolled'}, rematerialisation {self.remat}, MLPs {chunk}"
 
     def without_chunks(self, setting: str) -> "Execution":
         """The same without chunks of MLPs, which a setting does not have.
@@ -40,9 +60,9 @@ class Execution(Executor):
         Raises:
             ConfigError: chunks of some length are asked for.
         """
-        if isinstance(self.mlp_chunk, int):
-            raise ConfigError(f"mlp_chunk: expected auto or null with {setting}, got {self.mlp_chunk}")
-        return dataclasses.replace(self, mlp_chunk=None)
+        if isinstance(self.chunk, int):
+            raise ConfigError(f"{CHUNK}: expected auto or null with {setting}, got {self.chunk}")
+        return dataclasses.replace(self, chunk=None)
 
     def policy(self, index: int) -> str:
         """The policy of a layer."""
@@ -62,7 +82,7 @@ class Execution(Executor):
 
     def run(self, model: Decoder, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
         """As of `Executor`."""
-        blocks = stack_blocks(model, x, apply_layers, self.policy, self.mlp_chunk)
+        blocks = stack_blocks(model, x, apply_layers, self.policy, self.chunk)
         return run_layers(model.plan, blocks, x, context, policy_of=self.policy)
 
     def step(

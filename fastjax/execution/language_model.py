@@ -20,6 +20,7 @@ from convert.quantization_aware import QuantizationAware
 from convert.trained_over import TrainedOver
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
+from fastjax.execution.options import LoadOptions
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack
@@ -46,16 +47,14 @@ class LanguageModel:
         frozen: the others, a pure dict.
         plan: arrangement of the layers.
         lora: the adapter's settings, or None.
-        full_finetuning: whether every weight is trained.
+        options: that it was loaded with: dtypes, modules and length as they came out, and 4 bits where some are in NF4.
         precision: dtypes of computation and parameters.
         execution: how it is executed.
-        max_seq_length: most tokens in a row.
         tokenizer: the folder's, with the new tokens, or None.
         new_token_ids: tokens added to the checkpoint's vocabulary.
         source: name and commit of a checkpoint from the hub; None for a folder.
         base: the checkpoint as its matrices were read (`convert.trained_over`), noted beside an adapter; or None.
         quantization_aware: the quantisation that it is trained for (`models.quantized`), or None.
-        remat_auto: whether a trainer chooses another policy, by the device's memory.
     """
 
     config: ModelConfig
@@ -66,16 +65,30 @@ class LanguageModel:
     frozen: Any
     plan: tuple[LayerStack, ...]
     lora: AdapterConfig | None
-    full_finetuning: bool
+    options: LoadOptions
     precision: Precision
     execution: Execution
-    max_seq_length: int
     tokenizer: "PreTrainedTokenizerBase | None"
     new_token_ids: tuple[int, ...] = ()
     source: tuple[str, str] | None = None
     base: TrainedOver | None = None
     quantization_aware: QuantizationAware | None = None
-    remat_auto: bool = False
+
+    @property
+    def full_finetuning(self) -> bool:
+        """Whether every weight is trained."""
+        return self.options.full_finetuning
+
+    @property
+    def max_seq_length(self) -> int:
+        """The most tokens in a row."""
+        assert self.options.max_seq_length is not None, "it was settled as the model was loaded"
+        return self.options.max_seq_length
+
+    @property
+    def remat_auto(self) -> bool:
+        """Whether a trainer chooses another policy of rematerialisation, by the device's memory."""
+        return self.options.use_gradient_checkpointing == "auto"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -103,6 +116,10 @@ class LanguageModel:
     def replace(self: Model, **changes: Any) -> Model:
         """The same model with other fields, for instance `trainable` after training."""
         return dataclasses.replace(self, **changes)
+
+    def with_options(self: Model, **changes: Any) -> Model:
+        """The same model with other options, of those that change nothing that is in memory already."""
+        return self.replace(options=dataclasses.replace(self.options, **changes))
 
     def executed(self: Model, execution: Execution) -> Model:
         """The same arrays executed in another way."""

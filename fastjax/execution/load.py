@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.execution.execution import Execution
+from fastjax.execution.options import LoadOptions
 from fastjax.execution.places import fill_tree
 from fastjax.execution.stacks import plan_layers
 from fastjax.models.layout import LayerStack
@@ -38,13 +39,9 @@ _AHEAD = 2**29
 def load_weights(
     opened: Weights,
     config: ModelConfig,
-    *,
+    options: LoadOptions,
     precision: Precision,
-    trained: bool,
-    load_in_4bit: bool,
     execution: Execution,
-    allow_nonfinite: bool = False,
-    offload_layers: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read an open Hugging Face folder into the tree that `Decoder` takes.
@@ -52,15 +49,12 @@ def load_weights(
     Args:
         opened: the folder's weights.
         config: the model's.
-        precision: the dtypes of weights that are not quantised.
-        trained: whether the weights are trained themselves.
-        load_in_4bit: quantise the layers' matrices, but those of float32 modules, to NF4 with nested scales. In a
-            folder that is quantised already the matrices keep their format (some may be in 16 bits there); without
-            `load_in_4bit` they are dequantised. In an FP8 folder they keep their 8 bits, unless they are quantised
+        options: of loading it. Matrices that are quantised get NF4 with nested scales, but those of float32 modules. In
+            a folder that is quantised already they keep their format (some may be in 16 bits there), or are
+            dequantised where no 4 bits are wanted. In an FP8 folder they keep their 8 bits, unless they are quantised
             or trained.
+        precision: the dtypes of weights that are not quantised.
         execution: its loop, and the policy that the layers of one stack have in common.
-        allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
-        offload_layers: place the matrices of stacked layers in the host's memory (`execution.streamed`).
         mesh: of the devices that get parts of the weights, by `parallel.MESH_AXES`; None: one has all.
 
     Returns:
@@ -69,114 +63,123 @@ def load_weights(
     Raises:
         ConvertError: the folder is damaged or not supported, or holds NaN or infinity.
     """
-    finite: dict[str, Array] = {}
-    quantize = _quantizer()
-    quantized = any(form.bits == 4 for form in opened.formats())
-    held = {
-        path: hold(
-            spec,
-            FORMATS[opened.format(path)],
-            opened.decoded_dtype(path).name,
-            precision=precision,
-            trained=trained,
-            load_in_4bit=load_in_4bit,
-            quantize=load_in_4bit and not quantized,
-        )
-        for path, spec in opened.specs.items()
-    }
+    stored = {path: (FORMATS[opened.format(path)], opened.decoded_dtype(path).name) for path in opened.specs}
+    reader = _Reader(opened, choose_formats(opened.specs.values(), stored, options, precision))
+    plan = plan_stacks(config, reader.formats, precision, execution)
+    where: Any = {"trained": options.full_finetuning, "offload_layers": options.offload_layers, "mesh": mesh}
+    tree = fill_tree(config, plan, reader.arrays(), **where)
+    reader.check_finite(options, precision)
+    return plan, tree
 
-    def quantizes(path: str) -> bool:
-        return held[path].format not in (None, opened.format(path))
 
-    def prepare(path: str, tensor: Any) -> WeightLike:
-        try:
-            weight = from_tensor(tensor)
-        except ConvertError as error:
-            raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
-        keeps = held[path].format == opened.format(path)
-        decode = weight.experts if opened.specs[path].path.of_experts else weight.dequantize
-        ready = weight.held if keeps else decode(held[path].dtype)
-        # Computed on the device and looked at in the end: nothing waits for it.
-        finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
-        return quantize(ready) if quantizes(path) else ready
+class WeightFormat(NamedTuple):
+    """The format of a weight in memory; layers of one stack have theirs alike.
 
-    def arrays() -> Iterator[tuple[WeightPath, WeightLike]]:
+    Attributes:
+        name: of its packed format, as in `FORMATS`; None: an array.
+        dtype: of the array, or of the values that it decodes to.
+    """
+
+    name: str | None
+    dtype: str
+
+
+class _Reader:
+    """The weights of a folder as the model holds them, one after another.
+
+    Args:
+        opened: the folder's weights.
+        formats: of each in memory.
+    """
+
+    def __init__(self, opened: Weights, formats: Mapping[str, WeightFormat]):
+        self.opened, self.formats = opened, formats
+        self._quantize, self._finite = _quantizer(), dict[str, Array]()
+
+    def arrays(self) -> Iterator[tuple[WeightPath, WeightLike]]:
+        """Each weight on the device, while those after it are read."""
         sent: collections.deque[tuple[int, Array]] = collections.deque()
-        for path, tensor in opened.stream(packed=True, ahead=_AHEAD):
-            weight = prepare(path, tensor)
+        for path, tensor in self.opened.stream(packed=True, ahead=_AHEAD):
+            weight = self._ready(path, tensor)
             del tensor  # what is sent holds it
-            sent.append((math.prod(opened.specs[path].shape) * opened.decoded_dtype(path).itemsize, finite[path]))
+            size = math.prod(self.opened.specs[path].shape) * self.opened.decoded_dtype(path).itemsize
+            sent.append((size, self._finite[path]))
             while len(sent) > 1 and sum(size for size, _ in sent) > _AHEAD:
                 sent.popleft()[1].block_until_ready()
             yield path, weight
 
-    plan = plan_held(config, held, precision, execution)
-    tree = fill_tree(config, plan, arrays(), trained=trained, offload_layers=offload_layers, mesh=mesh)
-    for path, right in jax.device_get(finite).items():
-        if not right and (quantizes(path) or not allow_nonfinite):
-            raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
-    return plan, tree
+    def check_finite(self, options: LoadOptions, precision: Precision) -> None:
+        """Refuse NaN and infinity, where they are not let through."""
+        for path, finite in jax.device_get(self._finite).items():
+            if not finite and (self._quantizes(path) or not options.allow_nonfinite):
+                name = self.opened.specs[path].name
+                file = self.opened.checkpoint.info(name).file
+                if self._quantizes(path):
+                    raise nonfinite(file, name, way_out=f"{not_in('NF4')} (float32_modules)")
+                dtype = precision.weight_dtype(path, trained=options.full_finetuning)
+                raise nonfinite(file, name, where=f"where {dtype} cannot hold them")
+
+    def _quantizes(self, path: str) -> bool:
+        return self.formats[path].name not in (None, self.opened.format(path))
+
+    def _ready(self, path: str, tensor: Any) -> WeightLike:
+        opened, wanted = self.opened, self.formats[path]
+        try:
+            weight = from_tensor(tensor)
+        except ConvertError as error:
+            raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
+        decode = weight.experts if opened.specs[path].path.of_experts else weight.dequantize
+        ready = weight.held if wanted.name == opened.format(path) else decode(wanted.dtype)
+        # Computed on the device and looked at in the end: nothing waits for it.
+        self._finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
+        return self._quantize(ready) if self._quantizes(path) else ready
 
 
-class Held(NamedTuple):
-    """How the model holds a weight; layers of one stack hold theirs alike.
-
-    Attributes:
-        format: name of its packed format, as in `FORMATS`; None: an array.
-        dtype: of the array, or of the values that it decodes to.
-    """
-
-    format: str | None
-    dtype: str
-
-
-def hold(
-    spec: WeightSpec,
-    stored: Format,
-    own: str,
-    *,
+def choose_formats(
+    specs: Iterable[WeightSpec],
+    stored: Mapping[str, tuple[Format, str]],
+    options: LoadOptions,
     precision: Precision,
-    trained: bool,
-    load_in_4bit: bool,
-    quantize: bool,
-) -> Held:
-    """Decide how a weight is held: as it is stored, quantised, or as an array.
+) -> dict[str, WeightFormat]:
+    """Choose how each weight is held: as it is stored, quantised, or as an array.
 
     Args:
-        spec: the weight.
-        stored: its format in the folder.
-        own: the dtype that this decodes to.
+        specs: the weights.
+        stored: the format of each in its folder, and the dtype that this decodes to.
+        options: of loading them; where some have 4 bits already, none is quantised.
         precision: the dtype of arrays, and the modules that stay in float32.
-        trained: whether it is trained.
-        load_in_4bit: whether packed weights of 4 bits are kept, or those of more.
-        quantize: whether matrices are quantised to NF4.
     """
-    if spec.kind in QUANTIZED and spec.path.module not in precision.float32_modules:
-        if quantize:
-            return Held("nf4-nested", own)
-        if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
-            return Held(stored.name, own)
-    return Held(None, dtype_of(spec, precision, trained=trained).name)
+    quantize = options.in_nf4 and not any(form.bits == 4 for form, _ in stored.values())
+    formats = {}
+    for spec in specs:
+        form, decoded = stored[spec.path]
+        formats[spec.path] = WeightFormat(None, dtype_of(spec, precision, trained=options.full_finetuning).name)
+        if spec.kind in QUANTIZED and spec.path.module not in precision.float32_modules:
+            if quantize:
+                formats[spec.path] = WeightFormat("nf4-nested", decoded)
+            elif not form.plain and not options.full_finetuning and (form.bits == 4) == options.in_nf4:
+                formats[spec.path] = WeightFormat(form.name, decoded)
+    return formats
 
 
-def plan_held(
-    config: ModelConfig, held: Mapping[str, Held], precision: Precision, execution: Execution
+def plan_stacks(
+    config: ModelConfig, formats: Mapping[str, WeightFormat], precision: Precision, execution: Execution
 ) -> tuple[LayerStack, ...]:
-    """Arrange the layers whose weights are held in these ways.
+    """Arrange the layers whose weights have these formats.
 
     Args:
         config: the model's.
-        held: by the weight's path.
+        formats: by the weight's path.
         precision: the dtypes, and the modules that stay in float32.
         execution: its loop, and the policy that the layers of one stack have in common.
     """
     count = config.num_hidden_layers
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), execution.policy(i)} for i in range(count)]
-    for path, how in held.items():
-        place = WeightPath.parse(path)
-        if place.layer is not None:
-            kinds[place.layer].add((place.inside, how))
-    return plan_layers([frozenset(kind) for kind in kinds], execution.layer_loop)
+    for name, form in formats.items():
+        path = WeightPath.parse(name)
+        if path.layer is not None:
+            kinds[path.layer].add((path.inside, form))
+    return plan_layers([frozenset(kind) for kind in kinds], scans=execution.scans)
 
 
 def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
@@ -195,11 +198,10 @@ def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dt
 def random_weights(
     config: ModelConfig,
     key: PRNGKeyArray,
-    *,
+    options: LoadOptions,
     precision: Precision,
-    trained: bool,
-    load_in_4bit: bool,
     execution: Execution,
+    *,
     mxfp4: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
@@ -208,47 +210,48 @@ def random_weights(
     Args:
         config: the model's.
         key: random state.
+        options: of loading the model.
         precision: the dtypes of weights that are not quantised.
-        trained: whether the weights are trained themselves.
-        load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
         execution: its loop, and the policy that the layers of one stack have in common.
-        mxfp4: with `load_in_4bit`, the model is one whose files have experts in MXFP4: these are drawn as codes, the
-            other matrices are not quantised (as `load_weights` holds such a folder).
+        mxfp4: in 4 bits, the model is one whose files have experts in MXFP4: these are drawn as codes, the other
+            matrices are not quantised (as `load_weights` holds such a folder).
         mesh: as for `load_weights`; the first device draws each layer whole.
     """
-    options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
-    quantize = _quantizer()
+    trained, quantize = options.full_finetuning, _quantizer()
 
-    def layer(index: int) -> Iterator[tuple[WeightPath, WeightLike]]:
-        specs = config.layer_specs(index)
-        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
-        for spec, own in zip(specs, keys, strict=True):
-            yield weight(spec._replace(path=spec.path.in_layer(index)), own)
+    def stored(spec: WeightSpec) -> tuple[Format, str]:
+        dtype = dtype_of(spec, precision, trained=trained).name
+        return FORMATS["mxfp4" if mxfp4 and spec.kind == "experts" else dtype], dtype
 
-    def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
+    formats = choose_formats(config.specs, {spec.path: stored(spec) for spec in config.specs}, options, precision)
+
+    def weight(spec: WeightSpec, key: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
         dtype = dtype_of(spec, precision, trained=trained)
         constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
-        stored = FORMATS["mxfp4" if mxfp4 and spec.kind == "experts" else dtype.name]
-        held = hold(spec, stored, dtype.name, quantize=load_in_4bit and not mxfp4, **options)
-        if held.format == "mxfp4":
+        form = formats[spec.path]
+        if form.name == "mxfp4":
             experts, out, columns = spec.shape
-            return spec.path, MXFP4Weight.random(own, (experts, out, columns), held.dtype, config.initializer_range)
-        drawn = _normal(own, spec.shape, dtype, config.initializer_range)
-        return spec.path, drawn if held.format is None else quantize(drawn)
+            return spec.path, MXFP4Weight.random(key, (experts, out, columns), form.dtype, config.initializer_range)
+        drawn = _normal(key, spec.shape, dtype, config.initializer_range)
+        return spec.path, drawn if form.name is None else quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         first, between = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, NORM))
         last = [spec for spec in config.specs if spec.path.part in (HEAD, SCORE)]
         yield weight(first[0], jax.random.fold_in(key, 0))
         for index in range(config.num_hidden_layers):
-            yield from layer(index)
+            specs = config.layer_specs(index)
+            keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
+            for spec, drawn_from in zip(specs, keys, strict=True):
+                yield weight(spec._replace(path=spec.path.in_layer(index)), drawn_from)
         for spec in (*between, *last):
             yield weight(spec, jax.random.fold_in(key, 1))
 
-    plan = plan_held(config, {}, precision, execution)
-    return plan, fill_tree(config, plan, everything(), trained=trained, mesh=mesh)
+    plan = plan_stacks(config, {}, precision, execution)
+    where: Any = {"trained": trained, "offload_layers": options.offload_layers, "mesh": mesh}
+    return plan, fill_tree(config, plan, everything(), **where)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -261,14 +264,6 @@ def _is_finite(arrays: Sequence[Array]) -> Array:
     """Whether all values are finite. Maxima do not tell: XLA's own on a CPU pass NaN by."""
     finite = [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays]
     return functools.reduce(jnp.logical_and, finite, jnp.array(True))
-
-
-def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) -> ConvertError:
-    name = opened.specs[path].name
-    file = opened.checkpoint.info(name).file
-    if quantized:
-        return nonfinite(file, name, way_out=f"{not_in('NF4')} (float32_modules)")
-    return nonfinite(file, name, where=f"where {dtype} cannot hold them")
 
 
 def _quantizer() -> Callable[[Array], NF4Weight]:

@@ -4,8 +4,9 @@ Declared, explained and checked here alone. The section `model` of a run's setti
 and `FastLanguageModel` takes its fields as keywords; all else takes the object.
 """
 
+import dataclasses
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Interval, Predicate
 
@@ -14,6 +15,8 @@ from fastjax.execution.policies import POLICIES
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.options import checked, full_name
 from fastjax.options.kinds import Count
+
+Options = TypeVar("Options", bound="LoadOptions")
 
 _POLICY = re.compile(rf"auto|({'|'.join(POLICIES)})(:[0-9]{{1,6}})?")
 
@@ -106,6 +109,35 @@ class LoadOptions:
                 expected, got = ("false", "true") if value is True else ("null", value)
                 beside = full_name(self, beside)
                 raise ConfigError(f"{full_name(self, name)}: expected {expected} with {beside}, got {got}{reason}")
+
+    @classmethod
+    def for_inference(cls, *, in_nf4: bool = False, **others: Any) -> "LoadOptions":
+        """Options of a model that computes and is not trained: it keeps the formats of its folder.
+
+        Args:
+            in_nf4: quantise matrices of more bits to NF4 nevertheless.
+            others: further fields.
+        """
+        return cls(load_in_4bit=in_nf4, **others)
+
+    def settled(self, **fields: Any) -> "LoadOptions":
+        """The options of a model that is in memory.
+
+        Args:
+            fields: that the folder and the device have decided.
+        """
+        tokens = None if self.new_tokens is None else list(map(str, self.new_tokens))
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoadOptions)}
+        return LoadOptions(**{**given, "new_tokens": tokens, **fields})
+
+    @property
+    def in_nf4(self) -> bool:
+        """Whether matrices of more than 4 bits are quantised to NF4 as they are read."""
+        return self.load_in_4bit
+
+    def without_chunks(self: Options) -> Options:
+        """The same options, with all tokens of an MLP at a time where a number of them is given."""
+        return dataclasses.replace(self, mlp_chunk=None) if isinstance(self.mlp_chunk, int) else self
 
     @property
     def scans(self) -> bool:

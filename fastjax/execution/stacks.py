@@ -10,18 +10,18 @@ from fastjax.execution.streamed import layer_at
 from fastjax.models.layout import LayerStack
 
 
-def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerStack, ...]:
+def plan_layers(signatures: Sequence[Hashable], *, scans: bool) -> tuple[LayerStack, ...]:
     """Split the layers into runs.
 
     Args:
         signatures: one a layer; equal for layers of equal structure (formats, shapes, adapters).
-        layer_loop: "unroll" (every layer by itself) or "scan" (prefix, period × n, remainder: the longest repetition
-            from each position on, of periods up to 8).
+        scans: prefix, period × n, remainder, the longest repetition from each position on, of periods up to 8; without
+            it every layer is by itself.
     """
     runs, position, total = [], 0, len(signatures)
     while position < total:
         best = LayerStack(position, 1, 1)
-        for period in range(1, 9) if layer_loop == "scan" else ():
+        for period in range(1, 9) if scans else ():
             unit, count = signatures[position : position + period], 1
             while signatures[position + count * period : position + (count + 1) * period] == unit:
                 count += 1

@@ -15,12 +15,12 @@ from convert.formats.compressed import group_weights
 from convert.formats.declared import declared_format
 from convert.formats.fp8 import block_shape
 from convert.formats.mxfp4 import BLOCK
-from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from convert.model.spec import WeightSpec
-from convert.weights import Weights
 from fastjax.execution.execution import Execution
-from fastjax.execution.load import Held, hold, plan_held, quantize_matrix
+from fastjax.execution.load import WeightFormat, choose_formats, plan_stacks, quantize_matrix
+from fastjax.execution.opening import OpenModel
+from fastjax.execution.options import LoadOptions
 from fastjax.execution.places import fill_tree
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
@@ -29,49 +29,34 @@ from pallas_kernels.nf4 import DYNAMIC_MAP
 
 
 def zero_weights(
-    opened: Weights | None,
-    hf_config: Mapping[str, Any],
-    config: ModelConfig,
-    *,
-    precision: Precision,
-    trained: bool,
-    load_in_4bit: bool,
-    execution: Execution,
+    opened: OpenModel, options: LoadOptions, precision: Precision, execution: Execution
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
-    """What `load_weights` returns, with zeros for values.
+    """The result of `load_weights` with zeros for values.
 
     Args:
-        opened: the folder's weights, whose headers say how each is stored; None: as config.json has it.
-        hf_config: contents of config.json.
-        config: the model's, with the rows of new tokens.
-        precision: as for `load_weights`, like the arguments not listed here.
-        trained: whether the weights are trained themselves.
-        load_in_4bit: quantise the layers' matrices.
-        execution: as for `load_weights`.
+        opened: the model, whose weights' headers say how each is stored; where there are none config.json does.
+        options: of loading it.
+        precision: the dtypes of weights that are not quantised.
+        execution: its loop, and the policy that the layers of one stack have in common.
     """
+    config, hf_config, weights = opened.config, opened.hf_config, opened.weights
 
     def stored(spec: WeightSpec) -> tuple[Format, str]:
-        if opened is None:
+        if weights is None:
             return declared_format(hf_config, spec)
-        return FORMATS[opened.format(spec.path)], opened.decoded_dtype(spec.path).name
+        return FORMATS[weights.format(spec.path)], weights.decoded_dtype(spec.path).name
 
-    formats = {spec.path: stored(spec) for spec in config.specs}
-    quantized = any(form.bits == 4 for form, _ in formats.values())
-    options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
-    held: dict[str, Held] = {
-        spec.path: hold(spec, *formats[spec.path], quantize=load_in_4bit and not quantized, **options)
-        for spec in config.specs
-    }
-    plan = plan_held(config, held, precision, execution)
+    formats = choose_formats(config.specs, {spec.path: stored(spec) for spec in config.specs}, options, precision)
+    plan = plan_stacks(config, formats, precision, execution)
     block = _block(hf_config)
 
     @functools.cache  # layers are alike
-    def zeros(shape: tuple[int, ...], held: Held) -> WeightLike:
-        return _zeros(shape, held, block, hf_config)
+    def zeros(shape: tuple[int, ...], form: WeightFormat) -> WeightLike:
+        return _zeros(shape, form, block, hf_config)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         for spec in config.specs:
-            yield spec.path, zeros(spec.shape, held[spec.path])
+            yield spec.path, zeros(spec.shape, formats[spec.path])
 
     return plan, fill_tree(config, plan, everything())
 
@@ -91,32 +76,32 @@ def _block(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _zeros(
-    shape: tuple[int, ...], held: Held, block: tuple[int, int] | None, hf_config: Mapping[str, Any]
+    shape: tuple[int, ...], form: WeightFormat, block: tuple[int, int] | None, hf_config: Mapping[str, Any]
 ) -> WeightLike:
     *experts, out, into = shape if len(shape) > 1 else (1, *shape)
-    if held.format is None:
-        return jnp.zeros(shape, held.dtype)
-    if held.format == "fp8":
+    if form.name is None:
+        return jnp.zeros(shape, form.dtype)
+    if form.name == "fp8":
         rows, columns = block or (1, into)
         scales = jnp.zeros((*experts, math.ceil(out / rows), math.ceil(into / columns)), jnp.float32)
-        return FP8Weight(jnp.zeros(shape, jnp.float8_e4m3fn), scales, (rows, columns), (out, into), held.dtype)
-    if held.format in ("int8", "int8-packed"):
+        return FP8Weight(jnp.zeros(shape, jnp.float8_e4m3fn), scales, (rows, columns), (out, into), form.dtype)
+    if form.name in ("int8", "int8-packed"):
         scales = jnp.zeros((*experts, out, 1), jnp.float32)
-        return FP8Weight(jnp.zeros(shape, jnp.int8), scales, (1, into), (out, into), held.dtype)
-    if held.format in ("int4", "int4-bytes"):
+        return FP8Weight(jnp.zeros(shape, jnp.int8), scales, (1, into), (out, into), form.dtype)
+    if form.name in ("int4", "int4-bytes"):
         groups, zeros = _groups(hf_config, into)
-        codes, scales = jnp.zeros((*experts, out, into // 2), jnp.uint8), jnp.zeros((*experts, out, groups), held.dtype)
+        codes, scales = jnp.zeros((*experts, out, into // 2), jnp.uint8), jnp.zeros((*experts, out, groups), form.dtype)
         points = jnp.zeros((*experts, out, groups), jnp.int8) if zeros else None
-        return Int4Weight(codes, scales, points, (out, into), held.dtype)
-    if held.format in ("nvfp4", "nvfp4-modelopt"):
+        return Int4Weight(codes, scales, points, (out, into), form.dtype)
+    if form.name in ("nvfp4", "nvfp4-modelopt"):
         codes = jnp.zeros((*experts, out, into // 2), jnp.uint8)
         scales = jnp.zeros((*experts, out, into // nvfp4.BLOCK), jnp.float8_e4m3fn)
         whole = jnp.zeros((*experts, out, 1), jnp.float32)
-        return NVFP4Weight(codes, scales, whole, held.format == "nvfp4", (out, into), held.dtype)
-    if held.format in ("mxfp4", "mxfp4-rows"):
+        return NVFP4Weight(codes, scales, whole, form.name == "nvfp4", (out, into), form.dtype)
+    if form.name in ("mxfp4", "mxfp4-rows"):
         codes, scales = (jnp.zeros((*experts, out, into // n), jnp.uint8) for n in (2, BLOCK))
-        return MXFP4Weight(codes, scales, (out, into), held.dtype)
-    weight = quantize_matrix(jnp.zeros(shape, held.dtype), held.format == "nf4-nested")
+        return MXFP4Weight(codes, scales, (out, into), form.dtype)
+    weight = quantize_matrix(jnp.zeros(shape, form.dtype), form.name == "nf4-nested")
     if weight.nested_quant_map is None:
         return weight
     # A constant: parts of one weight are joined where their maps have equal values.

@@ -3,19 +3,14 @@
 import dataclasses
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from convert.adapter_config import CONFIG as ADAPTER_CONFIG
-from convert.adapter_config import SCORED, config_from_json
-from convert.adapters import Adapter, AdapterConfig
-from convert.checkpoint import CONFIG
-from convert.files import read_json
-from convert.hub import Source, fetch
+from convert.adapter_config import SCORED
+from convert.adapters import AdapterConfig
 from convert.model.paths import SCORE, TABLES
 from convert.quantization_aware import QuantizationAware
 from convert.trained_over import base_notes
@@ -33,15 +28,14 @@ from fastjax.language_model.host import (
 )
 from fastjax.language_model.rewards import with_score_head
 from fastjax.language_model.variants import with_fake_quantization
-from fastjax.lora.fit import open_fitting
+from fastjax.lora.fit import OpenAdapter
 from fastjax.lora.params import LoraParam, SavedParam
-from fastjax.lora.settings import fresh_adapter
+from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import signature
 from fastjax.models.new_rows import grown
-from fastjax.models.outline import read_outline
 from fastjax.models.vocabulary import with_vocab_size
 
 if TYPE_CHECKING:
@@ -71,7 +65,7 @@ def attach_adapter(
     own = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
     kinds = [(model.precision.layer_kind(model.config, i), model.execution.policy(i)) for i in range(count)]
-    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.execution.layer_loop)
+    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], scans=model.execution.scans)
     if plan != model.plan and has_host_layers(model):
         places = Places(model.config, plan, offload_layers=True)
         for index in range(count):
@@ -92,68 +86,25 @@ def attach_adapter(
     )
 
 
-def with_fresh_adapter(model: LanguageModel, *, random_state: int, **settings: Any) -> LanguageModel:
+def with_fresh_adapter(model: LanguageModel, settings: LoraSettings) -> LanguageModel:
     """A model with a fresh adapter attached.
 
     Args:
         model: without adapters.
-        random_state: seed of the adapter.
-        settings: as of `lora.settings.fresh_adapter`.
+        settings: of the adapter.
 
     Raises:
         ConfigError: a value that is not supported, or settings that match no module.
     """
     name, revision = model.source or (None if model.folder is None else str(model.folder), None)
     named = {"base_model_name_or_path": name, "revision": revision}
-    adapter = fresh_adapter(model.config, model.new_token_ids, **named, **settings)
-    return attach_adapter(model, adapter, None, jax.random.key(random_state))
-
-
-def base_and_adapter(source: Source) -> tuple[Source, Path | None]:
-    """The model that a folder is, or the one that its adapter was trained over, and the adapter's folder.
-
-    Args:
-        source: a model, or an adapter without one.
-
-    Raises:
-        ConvertError: what is wrong with the adapter's settings, or no such base.
-        ConfigError: an adapter that names no base.
-    """
-    file = source.folder / ADAPTER_CONFIG
-    if not file.is_file() or (source.folder / CONFIG).exists():
-        return source, None
-    adapter = config_from_json(read_json(file), file)
-    if adapter.base_model_name_or_path is None:
-        raise ConfigError(
-            f"{file}: base_model_name_or_path: expected the base's folder or name, got none; load the base, then the "
-            "adapter by FastLanguageModel.load_adapter"
-        )
-    return fetch(adapter.base_model_name_or_path, adapter.revision), source.folder
-
-
-def check_fits(model_name: str | Path, adapter: str | Path, rope_scaling: Mapping[str, Any] | None = None) -> None:
-    """Refuse an adapter that is for another model before weights are read.
-
-    Args:
-        model_name: the base's folder, or its name on the hub.
-        adapter: the adapter's folder, or its name on the hub.
-        rope_scaling: as for `FastLanguageModel.from_pretrained`.
-
-    Raises:
-        ConvertError: what is wrong with either folder.
-        ConfigError: the adapter is not for this model (the first misfits named).
-    """
-    source, own = base_and_adapter(fetch(model_name))
-    if own is not None:
-        raise ConfigError(f"{adapter}: expected none beside {model_name}, which is an adapter with a base of its own")
-    outline = read_outline(source.folder, rope_scaling=rope_scaling, weights=False, tokenizer=False)
-    open_fitting(fetch(adapter).folder, outline.config)
+    adapter = fresh_adapter(model.config, settings, model.new_token_ids, **named)
+    return attach_adapter(model, adapter, None, jax.random.key(settings.random_state))
 
 
 def add_adapter(
     model: LanguageModel,
-    opened: Adapter,
-    tokenizer: "PreTrainedTokenizerBase | None",
+    opened: OpenAdapter,
     lora_dropout: float | None = None,
     *,
     fake_quantization: bool = True,
@@ -162,8 +113,7 @@ def add_adapter(
 
     Args:
         model: without adapters.
-        opened: the folder.
-        tokenizer: the folder's own; None: it has none.
+        opened: the folder, with its arrays.
         lora_dropout: in place of the adapter's own.
         fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
 
@@ -172,26 +122,21 @@ def add_adapter(
         ConfigError: as for `attach_opened`.
     """
     check_bare(model)
-    named = opened.config.base_model_name_or_path
-    for note in [] if model.base is None else base_notes(named, opened.over, model.base):
+    assert opened.arrays is not None
+    named = opened.arrays.config.base_model_name_or_path
+    for note in [] if model.base is None else base_notes(named, opened.arrays.over, model.base):
         print(f"note: {note}", file=sys.stderr)
-    model = attach_opened(model, opened, tokenizer, lora_dropout)
-    aware = QuantizationAware.read(opened.folder) if fake_quantization else None
+    model = attach_opened(model, opened, lora_dropout)
+    aware = QuantizationAware.read(opened.arrays.folder) if fake_quantization else None
     return model if aware is None else with_fake_quantization(model, *aware)
 
 
-def attach_opened(
-    model: LanguageModel,
-    opened: Adapter,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    lora_dropout: float | None = None,
-) -> LanguageModel:
+def attach_opened(model: LanguageModel, opened: OpenAdapter, lora_dropout: float | None = None) -> LanguageModel:
     """Attach the adapter of a PEFT folder that is open (`lora.fit.open_fitting`).
 
     Args:
         model: without adapters.
-        opened: the folder.
-        tokenizer: the folder's own; None: it has none.
+        opened: the folder, with its arrays.
         lora_dropout: in place of the adapter's own.
 
     Raises:
@@ -200,13 +145,15 @@ def attach_opened(
     """
     check_bare(model)
     if has_host_embedding(model):
-        return with_host_embedding(attach_opened(with_device_embedding(model), opened, tokenizer, lora_dropout))
-    adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
+        return with_host_embedding(attach_opened(with_device_embedding(model), opened, lora_dropout))
+    folder = opened.arrays
+    assert folder is not None, "the adapter's arrays are on this machine"
+    adapter, arrays = folder.config, {path: folder.read(path) for path in folder.tensors}
     if adapter.task_type == SCORED and f"{SCORE}.modules_to_save.weight" in arrays:
         model = with_score_head(model)  # whose own score gives way to the adapter's
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
-    model = _with_vocabulary_of(model, tokenizer, adapter, arrays)
+    model = _with_vocabulary_of(model, opened.tokenizer, adapter, arrays)
     return attach_adapter(model, adapter, arrays, jax.random.key(0))
 
 

@@ -65,7 +65,7 @@ class ModelHandle(_Model):
         Args:
             value: the model; the greatest length of a row stays each handle's own.
         """
-        self.value = value_of(value).replace(max_seq_length=self.value.max_seq_length)
+        self.value = value_of(value).with_options(max_seq_length=self.value.max_seq_length)
         if self._origin is not None:
             self._origin.become(value)
 

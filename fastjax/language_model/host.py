@@ -47,8 +47,8 @@ def check_host_layers(plan: Sequence[LayerStack], full_finetuning: bool) -> None
         raise ConfigError("offload_layers: expected false where every weight is trained, got true")
     if all(stack.count == 1 for stack in plan):
         raise ConfigError(
-            "offload_layers: expected false where no layers are scanned, got true; set layer_loop: scan, on a model "
-            "with layers of one kind"
+            "offload_layers: expected false where no layers are scanned, got true; scan them, on a model with "
+            "layers of one kind"
         )
 
 
@@ -67,14 +67,15 @@ def with_host_embedding(model: Model) -> Model:
     check_host_embedding(model.config, model.lora)
     if table is None or model.full_finetuning:
         raise ConfigError("offload_embedding: expected false where the embedding is trained whole, got true")
-    return _with_embedding(model, to_host_memory(table))
+    return _with_embedding(model, to_host_memory(table)).with_options(offload_embedding=True)
 
 
 def with_device_embedding(model: Model) -> Model:
     """The same model with the table of embeddings in the device's memory."""
     if not has_host_embedding(model):
         return model
-    return _with_embedding(model, to_device_memory(model.frozen[EMBEDDING]["weight"]))
+    table = to_device_memory(model.frozen[EMBEDDING]["weight"])
+    return _with_embedding(model, table).with_options(offload_embedding=False)
 
 
 def _with_embedding(model: Model, table: jax.Array) -> Model:
@@ -104,4 +105,4 @@ def with_host_layers(model: Model) -> Model:
         number: jax.tree.map(functools.partial(placed, count=model.plan[number].count), stack)
         for number, stack in model.frozen["layers"].items()
     }
-    return model.replace(frozen={**model.frozen, "layers": layers})
+    return model.replace(frozen={**model.frozen, "layers": layers}).with_options(offload_layers=True)

@@ -1,9 +1,11 @@
 """`FastLanguageModel`: models from folders, from the hub and from a config, with Unsloth's argument names."""
 
+import dataclasses
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -12,92 +14,60 @@ from jax.sharding import Mesh
 from convert.errors import shown
 from convert.families.mapping import read_config
 from convert.formats import FORMATS
-from convert.hub import Source, fetch
-from convert.model.spec import QUANTIZED
-from convert.trained_over import held_as
+from convert.hub import fetch
 from fastjax.errors import ConfigError
-from fastjax.execution.chunks import Chunk, check_chunk
 from fastjax.execution.execution import Execution
 from fastjax.execution.language_model import LanguageModel, Model
 from fastjax.execution.load import load_weights, random_weights
-from fastjax.execution.policies import check_policy
+from fastjax.execution.opening import OpenModel, open_pretrained, row_length
+from fastjax.execution.options import LoadOptions
+from fastjax.execution.precision import dtype_name, make_precision
 from fastjax.execution.zeros import zero_weights
-from fastjax.language_model.adapters import add_adapter, base_and_adapter, check_bare, with_fresh_adapter
+from fastjax.language_model.adapters import add_adapter, check_bare, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.host import check_host_layers, with_host_embedding
 from fastjax.language_model.variants import with_checkpointing
 from fastjax.lora.fit import open_fitting
-from fastjax.lora.settings import tables_note
+from fastjax.lora.settings import LoraSettings, tables_note
 from fastjax.models.decoder import Decoder
 from fastjax.models.new_rows import grown
-from fastjax.models.outline import Outline, read_outline, row_length
-from fastjax.models.precision import make_precision
 from fastjax.models.vocabulary import check_vocabulary
+from fastjax.options.keywords import keywords
+from fastjax.quantization import NF4Weight
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
-LAYER_LOOPS = ("scan", "unroll")
+
+def _load_options(given: Mapping[str, Any]) -> LoadOptions:
+    """Options from what Unsloth's users give: dtypes of libraries, "unsloth" for activations in the host's memory."""
+    given = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+    given |= {name: dtype_name(given[name]) for name in ("dtype", "param_dtype") if name in given}
+    if given.get("use_gradient_checkpointing") == "unsloth":
+        given["use_gradient_checkpointing"] = "offload"
+    return LoadOptions(**given)
 
 
 class FastLanguageModel:
     """The entry points, with Unsloth's names; the models that they give are handles (`handle.ModelHandle`)."""
 
     @staticmethod
+    @keywords(LoadOptions, _load_options, positional=("max_seq_length", "dtype", "load_in_4bit"))
     def from_pretrained(
-        model_name: str | Path,
-        max_seq_length: int | None = None,
-        dtype: str | None = None,
-        load_in_4bit: bool = True,
-        full_finetuning: bool = False,
-        use_gradient_checkpointing: bool | str = "auto",
-        random_state: int = 3407,
-        layer_loop: Literal["scan", "unroll"] = "scan",
-        param_dtype: str = "float32",
-        float32_modules: Sequence[str] | None = None,
-        new_tokens: "Sequence[str | AddedToken] | None" = None,
-        rope_scaling: Mapping[str, Any] | None = None,
+        model_name: str | os.PathLike[str],
+        *,
+        options: LoadOptions,
         revision: str | None = None,
-        allow_nonfinite: bool = False,
-        offload_embedding: bool = False,
-        offload_layers: bool = False,
-        mlp_chunk: Chunk = "auto",
-        base_compute: Literal["float8"] | None = None,
+        random_state: int = 3407,
     ) -> "tuple[ModelHandle, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder, or that of an adapter with the model that it was trained over.
 
         Args:
             model_name: the folder, or a name on the hub: org/model, org/model@revision (`convert.hub`). Of an adapter
                 the other arguments are those of its base, which its settings name.
-            max_seq_length: longest row in training and generation; None: 2048, or the model's maximum if that is less.
-            dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
-            load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
-                them. Without it those of an FP8 folder keep their 8 bits.
-            full_finetuning: train every weight (excludes `load_in_4bit`).
-            use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
-                in the host's memory; False or "projections": keep the projections' and the attention's results too; or
-                another name of `execution.policies.POLICIES`, or "NAME:k" for the first k layers. "auto":
-                "full" until it is trained; a trainer, as `fastjax train`, takes the fastest that the device has memory
-                for.
-            random_state: unused; `get_peft_model` has the seed of the adapters.
-            layer_loop: "scan" (short compilation) or "unroll".
-            param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.
-            float32_modules: names of modules, or ends of names ("norm", "lm_head", "layers.0.mlp"), that are held and
-                computed in float32 whatever the dtype, and not quantised.
-            new_tokens: tokens to add to the tokenizer and to the tables (`models.vocabulary`).
-            rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
-                default, linear, dynamic, yarn, longrope and llama3, with transformers' names and defaults.
+            options: the fields.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
-            allow_nonfinite: let NaN and infinity in the weights through, but not into quantised matrices.
-            offload_embedding: hold the table of embeddings in the host's pinned memory, where it is frozen and not the
-                head's too; also after `get_peft_model` and `load_adapter`.
-            offload_layers: hold the matrices of scanned layers there, from the start; the device has those of two
-                layers while it computes (`execution.streamed`).
-            mlp_chunk: tokens that an MLP computes at a time (`execution.chunks`); "auto": 2,048 of them where a device
-                has 16,384 or more and the backward pass computes the MLP again anyway; None: all.
-            base_compute: "float8": compute the products of the layers' frozen matrices in float8_e4m3fn, forward and to
-                their inputs; None: in the compute dtype.
+            random_state: unused; `get_peft_model` has the seed of the adapters.
 
         Returns:
             The model, and its tokenizer.
@@ -107,145 +77,75 @@ class FastLanguageModel:
             ConvertError: what is wrong with the folder; NaN or infinity in it.
         """
         del random_state
-        _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)  # before a download
-        source, adapter = base_and_adapter(fetch(model_name, revision))
-        outline = read_outline(
-            source.folder,
-            max_seq_length=max_seq_length,
-            float32_modules=float32_modules,
-            new_tokens=new_tokens,
-            rope_scaling=rope_scaling,
-        )
-        fitting = None  # before the weights are read
-        if adapter is not None:
-            fitting = open_fitting(adapter, outline.config, outline.new_token_ids)
-        model = load_opened(
-            source,
-            outline,
-            dtype=dtype,
-            load_in_4bit=load_in_4bit,
-            full_finetuning=full_finetuning,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            layer_loop=layer_loop,
-            param_dtype=param_dtype,
-            float32_modules=float32_modules,
-            base_compute=base_compute,
-            allow_nonfinite=allow_nonfinite,
-            offload_layers=offload_layers,
-            mlp_chunk=mlp_chunk,
-        )
-        model = with_host_embedding(model) if offload_embedding else model
-        model = model if fitting is None else add_adapter(model, *fitting)
+        model = load_pretrained(open_pretrained(model_name, options, revision=revision), options)
         assert model.tokenizer is not None, "a folder without one was refused"
         return ModelHandle(model), model.tokenizer
 
     @staticmethod
+    @keywords(
+        LoadOptions,
+        _load_options,
+        positional=("max_seq_length", "dtype", "load_in_4bit"),
+        without=("new_tokens", "rope_scaling", "allow_nonfinite"),
+        defaults={"load_in_4bit": False},
+    )
     def from_config(
         config: Mapping[str, Any],
-        max_seq_length: int | None = None,
-        dtype: str | None = None,
-        load_in_4bit: bool = False,
-        full_finetuning: bool = False,
-        use_gradient_checkpointing: bool | str = "auto",
+        *,
+        options: LoadOptions,
         random_state: int = 3407,
-        layer_loop: Literal["scan", "unroll"] = "scan",
         tokenizer: "PreTrainedTokenizerBase | None" = None,
-        param_dtype: str = "float32",
-        float32_modules: Sequence[str] | None = None,
-        mlp_chunk: Chunk = "auto",
         mesh: Mesh | None = None,
-        base_compute: Literal["float8"] | None = None,
     ) -> ModelHandle:
         """A model with random weights, for training from scratch and for benchmarks.
 
+        Where the config's quantization_config says "mxfp4", in 4 bits experts are drawn in MXFP4 and the other matrices
+        are not quantised, as in such a folder.
+
         Args:
             config: as in a config.json.
-            max_seq_length: as for `from_pretrained`, like the arguments not listed here.
-            dtype: compute dtype.
-            load_in_4bit: quantise the layers' matrices; where the config's quantization_config says "mxfp4", experts
-                are drawn in MXFP4 and the other matrices are not quantised, as in such a folder.
-            full_finetuning: train every weight.
-            use_gradient_checkpointing: rematerialisation policy.
+            options: the fields.
             random_state: seed of the weights.
-            layer_loop: "scan" or "unroll".
             tokenizer: saved with the model.
-            param_dtype: dtype of the trained arrays.
-            float32_modules: modules that stay in float32.
-            mlp_chunk: as for `from_pretrained`.
             mesh: of the devices that get parts of the weights (`parallel.make_mesh`); None: one has all.
-            base_compute: as for `from_pretrained`.
         """
-        settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = read_config(config, where="config")
-        execution = Execution(settings.pop("remat"), layer_loop, check_chunk(mlp_chunk, parsed))
-        settings["max_seq_length"] = row_length(max_seq_length, parsed)
-        precision = make_precision(
-            dtype, param_dtype, float32_modules, parsed, base_compute=base_compute, trained=full_finetuning
-        )
+        execution, precision = Execution.of(options, parsed), make_precision(options, parsed)
+        options = dataclasses.replace(options, max_seq_length=row_length(options, parsed))
         if tokenizer is not None:
             check_vocabulary(tokenizer, parsed, "from_config")
-        plan, weights = random_weights(
+        mxfp4 = (config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods
+        key = jax.random.key(random_state)
+        decoder = Decoder(
             parsed,
-            jax.random.key(random_state),
+            *random_weights(parsed, key, options, precision, execution, mxfp4=mxfp4, mesh=mesh),
             precision=precision,
-            trained=full_finetuning,
-            load_in_4bit=load_in_4bit,
-            execution=execution,
-            mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
-            mesh=mesh,
+            executor=execution,
         )
-        return ModelHandle(_build(parsed, config, None, plan, weights, precision, execution, tokenizer, settings))
+        model = _of_decoder(decoder, config, options).replace(tokenizer=tokenizer)
+        return ModelHandle(with_host_embedding(model) if options.offload_embedding else model)
 
     @staticmethod
+    @keywords(
+        LoraSettings,
+        lambda given: LoraSettings(**given),
+        positional=("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "layers_to_transform"),
+    )
     def get_peft_model(
         model: LanguageModel,
-        r: int = 16,
-        target_modules: Sequence[str] | str | None = None,
-        lora_alpha: float = 16,
-        lora_dropout: float = 0.0,
-        bias: str = "none",
-        layers_to_transform: int | Sequence[int] | None = None,
+        *,
+        options: LoraSettings,
         use_gradient_checkpointing: bool | str | None = None,
-        random_state: int = 3407,
-        use_rslora: bool = False,
-        use_dora: bool = False,
-        modules_to_save: Sequence[str] | None = None,
-        init_lora_weights: bool | str = True,
-        rank_pattern: Mapping[str, int] | None = None,
-        alpha_pattern: Mapping[str, float] | None = None,
-        ensure_weight_tying: bool = False,
-        trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
-        target_parameters: Sequence[str] | None = None,
         loftq_config: None = None,
     ) -> ModelHandle:
-        """Attach fresh LoRA adapters; everything else is frozen.
+        """Attach fresh LoRA adapters, with PEFT's argument names; everything else is frozen.
 
         What a trainer makes of the result becomes the model that it was made from, too.
 
         Args:
             model: without adapters.
-            r: rank.
-            target_modules: names as PEFT matches them: a list of suffixes, a regular expression, or "all-linear";
-                None: every projection, by name.
-            lora_alpha: the scale is lora_alpha / r.
-            lora_dropout: probability with which an adapter's input is zeroed while training.
-            bias: "none".
-            layers_to_transform: only these layers.
-            use_gradient_checkpointing: None keeps the model's.
-            random_state: seed of the adapters.
-            use_rslora: the scale is lora_alpha / √r (Kalajdzievski, arXiv 2312.03732).
-            use_dora: train the rows' magnitudes too (Liu et al., arXiv 2402.09353).
-            modules_to_save: "embed_tokens", "lm_head" or both are trained whole.
-            init_lora_weights: True, False, "gaussian" or "orthogonal", as in PEFT.
-            rank_pattern: ranks of some modules by regular expression.
-            alpha_pattern: the same for lora_alpha.
-            ensure_weight_tying: with tied embeddings, `modules_to_save` trains one array for both uses; without it
-                they are untied, as in PEFT.
-            trainable_token_indices: tokens whose rows of the embedding are trained, and no others (with tied embeddings
-                the head's too); or ids for "embed_tokens" and for "lm_head". The rows of the model's new tokens are
-                always among them, unless `modules_to_save` trains the whole table.
-            target_parameters: matrices of a mixture's experts, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj",
-                that get an adapter for each expert; and the router's, such as "mlp.gate.weight".
+            options: the fields.
+            use_gradient_checkpointing: as of `from_pretrained`; None keeps the model's.
             loftq_config: None: an adapter starts as `init_lora_weights` says.
 
         Raises:
@@ -255,28 +155,10 @@ class FastLanguageModel:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
         if use_gradient_checkpointing is not None:
-            auto = use_gradient_checkpointing == "auto"
-            policy = _remat(use_gradient_checkpointing)
-            model = with_checkpointing(model, policy).replace(remat_auto=auto)
-        model = with_fresh_adapter(
-            model,
-            random_state=random_state,
-            r=r,
-            target_modules=target_modules,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            bias=bias,
-            layers_to_transform=layers_to_transform,
-            use_rslora=use_rslora,
-            use_dora=use_dora,
-            modules_to_save=modules_to_save,
-            init_lora_weights=init_lora_weights,
-            rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern,
-            ensure_weight_tying=ensure_weight_tying,
-            trainable_token_indices=trainable_token_indices,
-            target_parameters=target_parameters,
-        )
+            asked = _load_options({"use_gradient_checkpointing": use_gradient_checkpointing})
+            model = with_checkpointing(model, asked.remat)
+            model = model.with_options(use_gradient_checkpointing=asked.use_gradient_checkpointing)
+        model = with_fresh_adapter(model, options)
         assert model.lora is not None, "it has been attached"
         if (note := tables_note(model.lora, model.config)) is not None:
             print(f"note: {note}", file=sys.stderr)
@@ -293,7 +175,7 @@ class FastLanguageModel:
 
     @staticmethod
     def for_training(model: Model) -> Model:
-        """Likewise.
+        """The model itself, as `for_inference`.
 
         Args:
             model: any.
@@ -324,86 +206,66 @@ class FastLanguageModel:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        place, origin = fetch(folder).folder, model if isinstance(model, ModelHandle) else None
+        source, origin = fetch(folder), model if isinstance(model, ModelHandle) else None
         model = value_of(model)
         check_bare(model)
-        fitting = open_fitting(place, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
-        return ModelHandle(add_adapter(model, *fitting, lora_dropout, fake_quantization=fake_quantization), origin)
+        opened = open_fitting(source.folder, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
+        return ModelHandle(add_adapter(model, opened, lora_dropout, fake_quantization=fake_quantization), origin)
 
 
-def load_opened(
-    source: Source,
-    outline: Outline,
-    *,
-    dtype: str | None = None,
-    load_in_4bit: bool = True,
-    full_finetuning: bool = False,
-    use_gradient_checkpointing: bool | str = "auto",
-    layer_loop: str = "scan",
-    param_dtype: str = "float32",
-    float32_modules: Sequence[str] | None = None,
-    base_compute: str | None = None,
-    allow_nonfinite: bool = False,
-    offload_layers: bool = False,
-    mlp_chunk: Chunk = "auto",
-    zeros: bool = False,
-    mesh: Mesh | None = None,
-) -> LanguageModel:
-    """Load the weights of a folder that is open; the other arguments are those of `FastLanguageModel.from_pretrained`.
+def load_pretrained(opened: OpenModel, options: LoadOptions, *, fake_quantization: bool = True) -> LanguageModel:
+    """Load the weights of a model that is open, with its adapter if it has one.
 
     Args:
-        source: the folder's origin.
-        outline: `read_outline`'s, with the open weights.
-        dtype: compute dtype.
-        load_in_4bit: quantise the layers' matrices to NF4.
-        full_finetuning: train every weight.
-        use_gradient_checkpointing: rematerialisation policy.
-        layer_loop: "scan" or "unroll".
-        param_dtype: dtype of the trained arrays.
-        float32_modules: modules that stay in float32.
-        base_compute: "float8", or None for `dtype`: of the products of the layers' frozen matrices.
-        allow_nonfinite: let NaN and infinity in the weights through.
-        offload_layers: hold the matrices of scanned layers in the host's memory; shapes get their places later.
-        mlp_chunk: tokens that an MLP computes at a time.
-        zeros: zeros in the place of the weights, which are not read: for shapes (`shapes_of`).
+        opened: the model.
+        options: that it was opened with.
+        fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
+
+    Raises:
+        ConfigError: options that contradict the model.
+        ConvertError: NaN or infinity in the weights, or a file that was cut short.
+    """
+    model = load_opened(opened, options)
+    model = with_host_embedding(model) if options.offload_embedding else model
+    return model if opened.adapter is None else add_adapter(model, opened.adapter, fake_quantization=fake_quantization)
+
+
+def load_opened(opened: OpenModel, options: LoadOptions, mesh: Mesh | None = None) -> LanguageModel:
+    """Load the weights of a model that is open, without its adapter.
+
+    Args:
+        opened: the model.
+        options: that it was opened with; the table of embeddings is on the device until it has its adapter.
         mesh: of the devices that get parts of the weights; None: one has all.
 
     Raises:
-        ConfigError: arguments that contradict each other.
+        ConfigError: options that contradict the model.
         ConvertError: NaN or infinity in the weights, or a file that was cut short.
     """
-    settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
-    config, new_ids = outline.config, outline.new_token_ids
-    execution = Execution(settings.pop("remat"), layer_loop, check_chunk(mlp_chunk, config))
-    precision = make_precision(
-        dtype, param_dtype, float32_modules, config, base_compute=base_compute, trained=full_finetuning
-    )
-    how: dict[str, Any] = {
-        "precision": precision,
-        "trained": full_finetuning,
-        "load_in_4bit": load_in_4bit,
-        "execution": execution,
-    }
-    if zeros:
-        plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
-    else:
-        assert outline.weights is not None, "an outline without weights describes a model that is not downloaded"
-        options = {"allow_nonfinite": allow_nonfinite, "offload_layers": offload_layers, "mesh": mesh}
-        plan, weights = load_weights(outline.weights, config, **options, **how)
-        if new_ids:
-            weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
-    settings["max_seq_length"] = outline.max_seq_length
-    where = outline.hf_config, source.folder
-    model = _build(config, *where, plan, weights, precision, execution, outline.tokenizer, settings)
-    if offload_layers:
-        check_host_layers(model.plan, full_finetuning)
-    name = None if source.name is None or source.revision is None else (source.name, source.revision)
-    base, place = outline.weights, source.name or str(source.folder)
-    if base is not None:
-        kept = [spec.path.module for spec in base.specs.values() if spec.kind in QUANTIZED]
-        apart = [module for module in kept if module in precision.float32_modules]
-        base = held_as(base, load_in_4bit, name=place, revision=source.revision, skipped=apart)
-    return model.replace(new_token_ids=new_ids, source=name, base=base)
+    config = opened.config
+    assert opened.weights is not None, "without weights it describes a model that is not downloaded"
+    execution, precision = Execution.of(options, config), make_precision(options, config)
+    plan, weights = load_weights(opened.weights, config, options, precision, execution, mesh)
+    if opened.new_token_ids:
+        weights = grown(weights, config.vocab_size, opened.known_tokens, opened.new_token_ids)
+    decoder = Decoder(config, plan, weights, precision=precision, executor=execution)
+    return _of_folder(decoder, opened, options)
+
+
+def zeros_of(opened: OpenModel, options: LoadOptions) -> LanguageModel:
+    """The model that `load_opened` gives, with zeros in the place of the weights, which are not read: for shapes.
+
+    Args:
+        opened: the model; its weights need not be there.
+        options: that it was opened with; the layers' matrices are on the device.
+
+    Raises:
+        ConfigError: options that contradict the model.
+    """
+    config = opened.config
+    execution, precision = Execution.of(options, config), make_precision(options, config)
+    weights = zero_weights(opened, options, precision, execution)
+    return _of_folder(Decoder(config, *weights, precision=precision, executor=execution), opened, options)
 
 
 def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
@@ -422,45 +284,44 @@ def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
     return made[0].replace(trainable=trainable, frozen=frozen)
 
 
-def _build(config, hf_config, folder, plan, weights, precision, execution, tokenizer, settings) -> LanguageModel:
-    decoder = Decoder(config, plan, weights, precision=precision, executor=execution)
-    full = settings["full_finetuning"]
-    graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
-    return LanguageModel(
-        config=config,
-        hf_config=dict(hf_config),
-        folder=folder,
-        graphdef=graphdef,
-        trainable=nnx.to_pure_dict(trainable),
-        frozen=nnx.to_pure_dict(frozen),
-        plan=tuple(plan),
-        lora=None,
-        precision=precision,
-        execution=execution,
-        tokenizer=tokenizer,
-        **settings,
+def _of_folder(decoder: Decoder, opened: OpenModel, options: LoadOptions) -> LanguageModel:
+    """The model of a decoder with the weights, or zeros, of a folder."""
+    source = opened.source
+    options = dataclasses.replace(options, max_seq_length=opened.max_seq_length)
+    return _of_decoder(decoder, opened.hf_config, options).replace(
+        folder=source.folder,
+        tokenizer=opened.base_tokenizer,
+        new_token_ids=opened.new_token_ids,
+        source=None if source.name is None or source.revision is None else (source.name, source.revision),
+        base=opened.held_as(options, decoder.precision.float32_modules),
     )
 
 
-def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop) -> dict[str, Any]:
-    if full_finetuning and load_in_4bit:
-        raise ConfigError(
-            "full_finetuning trains every weight and 4-bit weights cannot be trained: set load_in_4bit=False"
-        )
-    if layer_loop not in LAYER_LOOPS:
-        raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, got {shown(layer_loop)}")
-    return {
-        "remat": _remat(use_gradient_checkpointing),
-        "remat_auto": use_gradient_checkpointing == "auto",
-        "full_finetuning": full_finetuning,
-    }
-
-
-def _remat(use_gradient_checkpointing: bool | str) -> str:
-    if isinstance(use_gradient_checkpointing, bool):
-        return "full" if use_gradient_checkpointing else "projections"
-    if use_gradient_checkpointing == "auto":  # a run chooses
-        return "full"
-    if use_gradient_checkpointing == "unsloth":
-        return "offload"
-    return check_policy(use_gradient_checkpointing)
+def _of_decoder(decoder: Decoder, hf_config: Mapping[str, Any], options: LoadOptions) -> LanguageModel:
+    """A model without folder and tokenizer; its options are as they came out."""
+    precision, execution = decoder.precision, decoder.executor
+    assert isinstance(execution, Execution)
+    if options.offload_layers:
+        check_host_layers(decoder.plan, options.full_finetuning)
+    graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if options.full_finetuning else nnx.Nothing(), ...)
+    frozen = nnx.to_pure_dict(frozen)
+    leaves = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))
+    options = options.settled(
+        dtype=str(precision.dtype),
+        float32_modules=sorted(map(str, precision.float32_modules)) or None,
+        load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
+    )
+    return LanguageModel(
+        config=decoder.config,
+        hf_config=dict(hf_config),
+        folder=None,
+        graphdef=graphdef,
+        trainable=nnx.to_pure_dict(trainable),
+        frozen=frozen,
+        plan=tuple(decoder.plan),
+        lora=None,
+        options=options,
+        precision=precision,
+        execution=execution,
+        tokenizer=None,
+    )

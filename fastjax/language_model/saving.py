@@ -107,7 +107,7 @@ def save_pretrained_merged(
             `save_pretrained`.
         dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
             or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
-        base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
+        base_in_nf4: add to the 4-bit weights that a 16-bit folder became as it was read, not to the folder's.
         skip: with a scheme as dtype, or base_in_nf4, modules or ends of their names ("layers.0.mlp.down_proj",
             "o_proj") that are not quantised.
         activations: with a scheme, how the layers' inputs are read, as of `convert.quantize.quantize`; None: as

@@ -22,7 +22,7 @@ def with_checkpointing(model: Model, remat: str) -> Model:
     """
     if remat != model.execution.remat:
         model = model.executed(dataclasses.replace(model.execution, remat=remat))
-    return model.replace(remat_auto=False)
+    return model.with_options(use_gradient_checkpointing=remat)
 
 
 def with_start(model: Model, arrays: Any) -> Model:

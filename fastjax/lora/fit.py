@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from convert.adapter_config import SCORED
 from convert.adapters import Adapter, AdapterConfig, open_adapter
@@ -20,13 +20,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+class OpenAdapter(NamedTuple):
+    """An adapter before its arrays are read.
+
+    Attributes:
+        arrays: the open PEFT folder; None: its arrays are not on this machine.
+        tokenizer: the folder's own; None: it has none.
+    """
+
+    arrays: Adapter | None
+    tokenizer: "PreTrainedTokenizerFast | None"
+
+
 def open_fitting(
     folder: Path,
     config: ModelConfig,
     new_token_ids: Sequence[int] = (),
     *,
     allow_nonfinite: bool = False,
-) -> "tuple[Adapter, PreTrainedTokenizerFast | None]":
+) -> OpenAdapter:
     """Open the folder of an adapter that is for a model.
 
     Args:
@@ -34,9 +46,6 @@ def open_fitting(
         config: the model's.
         new_token_ids: tokens whose rows must be trained.
         allow_nonfinite: let NaN and infinity through when arrays are read.
-
-    Returns:
-        The folder, and its own tokenizer; None: it has none.
 
     Raises:
         ConvertError: what is wrong with the folder.
@@ -52,7 +61,7 @@ def open_fitting(
         config = with_score(config)  # the model's own head gives way to the adapter's
     check_adapter(adapter, config, new_token_ids, folder)
     check_shapes(adapter, config, shapes, folder)
-    return opened, tokenizer
+    return OpenAdapter(opened, tokenizer)
 
 
 def check_shapes(

@@ -72,34 +72,34 @@ class LoraSettings:
 
 def fresh_adapter(
     config: ModelConfig,
+    settings: LoraSettings,
     new_token_ids: Sequence[int] = (),
     *,
     base_model_name_or_path: str | None = None,
     revision: str | None = None,
-    **settings: Any,
 ) -> AdapterConfig:
     """PEFT's settings of a fresh adapter, checked against the model.
 
     Args:
         config: the model's, with its new tokens.
-        new_token_ids: their ids, whose rows are trained.
+        settings: of the adapter; sequences and mappings of any kind.
+        new_token_ids: ids of the new tokens, whose rows are trained.
         base_model_name_or_path: the model's folder or name on the hub.
         revision: of that name.
-        settings: fields of `LoraSettings`; sequences and mappings of any kind.
 
     Raises:
         ConfigError: a value that is not supported, or names that no module has.
     """
-    chosen = LoraSettings(**settings)
-    if chosen.bias != "none":
-        raise ConfigError(f"bias: expected 'none', got {shown(chosen.bias)}")
-    values = {name: _plain(value) for name, value in vars(chosen).items() if name not in ("bias", "random_state")}
-    if chosen.target_modules is None:
+    if settings.bias != "none":
+        raise ConfigError(f"bias: expected 'none', got {shown(settings.bias)}")
+    names = [field.name for field in dataclasses.fields(LoraSettings) if field.name not in ("bias", "random_state")]
+    values = {name: _plain(getattr(settings, name)) for name in names}
+    if settings.target_modules is None:
         values["target_modules"] = projections(config)
-    if isinstance(chosen.layers_to_transform, int):
-        values["layers_to_transform"] = [chosen.layers_to_transform]
+    if isinstance(settings.layers_to_transform, int):
+        values["layers_to_transform"] = [settings.layers_to_transform]
     values |= {name: values[name] or {} for name in ("rank_pattern", "alpha_pattern")}
-    values["lora_dropout"] = 0.0 if chosen.lora_dropout is None else chosen.lora_dropout
+    values["lora_dropout"] = 0.0 if settings.lora_dropout is None else settings.lora_dropout
     if config.scored:
         saved = [name for name in values["modules_to_save"] or () if name != SCORE]
         values |= {"modules_to_save": [*saved, SCORE], "task_type": SCORED}

@@ -7,20 +7,14 @@ held and computed in it always.
 """
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable
 
 import jax.numpy as jnp
 
-from convert.errors import shown
 from convert.model.config import ModelConfig
 from convert.model.paths import SCORE, WeightPath
-from fastjax.errors import ConfigError
-from fastjax.models.module_names import module_paths
-from pallas_kernels import dispatch
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
-BASE_COMPUTE = ("float8",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,75 +52,3 @@ class Precision:
     def layer_kind(self, config: ModelConfig, index: int) -> Hashable:
         """A key, equal for two layers that one traced body serves if their arrays are alike too."""
         return config.layers[index], self.in_layer(index)
-
-
-def make_precision(
-    dtype: Any,
-    param_dtype: Any,
-    float32_modules: Sequence[str] | None,
-    config: ModelConfig,
-    *,
-    base_compute: str | None = None,
-    trained: bool = False,
-) -> Precision:
-    """Check a user's settings.
-
-    Args:
-        dtype: "bfloat16", "float16" or "float32", or such a dtype of JAX's, NumPy's or torch's; None: bfloat16 on a GPU
-            (float16 before Ampere, which has no other matrices of 16 bits), float32 on a CPU.
-        param_dtype: likewise.
-        float32_modules: names of modules, or the ends of names.
-        config: the model's.
-        base_compute: "float8", or None for `dtype`: of the products of the layers' frozen matrices.
-        trained: whether all weights are trained.
-
-    Raises:
-        ConfigError: an unknown dtype; a name that no module has; float8 where it is not served.
-    """
-    if dtype is None:
-        device = dispatch.target()
-        old = device.compute_capability is not None and device.compute_capability < (8, 0)
-        dtype = "float32" if device.platform == "cpu" else "float16" if old else "bfloat16"
-    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype)
-    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
-        if value not in DTYPES:
-            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, got {shown(value)}")
-    if base_compute is not None:
-        _check_base_compute(base_compute, dtype, config, trained)
-    kept = module_paths(float32_modules or (), config)
-    return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept, base_compute)
-
-
-def dtype_name(dtype: Any) -> Any:
-    """The name of a dtype of JAX's, NumPy's or torch's (`torch.bfloat16`); what is none of these stays as it is.
-
-    Args:
-        dtype: the dtype, or its name.
-    """
-    if dtype is None or isinstance(dtype, str):
-        return dtype
-    if type(dtype).__module__ == "torch":
-        return str(dtype).removeprefix("torch.")
-    try:
-        return jnp.dtype(dtype).name
-    except TypeError:
-        return dtype
-
-
-def _check_base_compute(base_compute: str, dtype: str, config: ModelConfig, trained: bool) -> None:
-    if base_compute not in BASE_COMPUTE:
-        raise ConfigError(f"base_compute: expected one of {list(BASE_COMPUTE)} or None, got {shown(base_compute)}")
-    expected = f"base_compute: expected None (null), got {base_compute}"
-    if trained:
-        raise ConfigError(f"{expected} with full_finetuning: it is of the products of frozen weights")
-    if dtype != "bfloat16":
-        raise ConfigError(f"{expected} with dtype {dtype}: beside it everything is computed in bfloat16")
-    if any(config.mixtures):
-        raise ConfigError(f"{expected} with mixtures of experts: their grouped products are not served in it")
-    device = dispatch.target()
-    capability = device.compute_capability
-    if device.platform != "cpu" and (device.platform != "cuda" or capability is None or capability < (8, 9)):
-        raise ConfigError(
-            f"{expected} on {device}: products in float8 need an NVIDIA GPU of compute capability 8.9 or more "
-            "(Ada, Hopper, Blackwell)"
-        )

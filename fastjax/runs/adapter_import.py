@@ -15,12 +15,13 @@ from convert.errors import shown
 from convert.files import atomic_folder, read_json, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import add_adapter
+from fastjax.language_model.loading import load_opened
 from fastjax.lora.fit import open_fitting
 from fastjax.parallel import MeshShape
 from fastjax.runs.context import Run
 from fastjax.runs.fine_tune import open_folders, settle
 from fastjax.runs.folder import RunFolder
-from fastjax.runs.model import check_vocabulary, load_base, with_adapter
+from fastjax.runs.model import check_vocabulary, with_adapter
 from fastjax.runs.stages import identify, read_data
 from fastjax.runs.steps import StepRecipe
 from fastjax.training.cadence import Progress
@@ -60,9 +61,9 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
     opened, config = run.opened, run.config
     assert opened is not None
     allow = config.model.allow_nonfinite
-    fitting = open_fitting(Path(adapter), opened.outline.config, opened.outline.new_token_ids, allow_nonfinite=allow)
-    base = load_base(config, opened)
-    imported = add_adapter(base, *fitting, fake_quantization=False)
+    start = open_fitting(Path(adapter), opened.config, opened.new_token_ids, allow_nonfinite=allow)
+    base = load_opened(opened, config.model)
+    imported = add_adapter(base, start, fake_quantization=False)
     run.model = with_adapter(base, config, opened)
     if run.model.config.vocab_size != imported.config.vocab_size:
         raise ConfigError(

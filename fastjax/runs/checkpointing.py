@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.execution.opening import OpenModel
 from fastjax.execution.policies import holds_more
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape
@@ -25,7 +26,6 @@ from fastjax.runs.cache_misses import before_compiling, reads_back
 from fastjax.runs.context import Run, RunStep
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
-from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import less_memory, run_candidates, way_out
 from fastjax.runs.steps import RunShapes, device_bytes
 from fastjax.training.config import TrainConfig

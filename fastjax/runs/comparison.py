@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -11,14 +11,15 @@ from flax import nnx
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerFast
 
-from convert.hub import fetch
+from convert.formats import Format
 from convert.quantization_aware import QuantizationAware
-from convert.weights import open_weights
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import check_logits
-from fastjax.language_model import FastLanguageModel, LanguageModel
-from fastjax.language_model.adapters import check_fits
+from fastjax.execution.opening import OpenModel, open_pretrained
+from fastjax.execution.options import LoadOptions
+from fastjax.language_model import LanguageModel
+from fastjax.language_model.loading import load_pretrained
 from fastjax.language_model.variants import with_fake_quantization
 from fastjax.models.decoder import lm_logits
 
@@ -70,17 +71,15 @@ def compare_logits(
     """
     if not texts:
         raise ConfigError("texts: expected at least one, got none")
-    options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
-    if adapter is not None:
-        check_fits(first, adapter)
-    model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
-    if adapter is not None:
-        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
-    trained = None if adapter is None and base_in_nf4 else fetch(first if adapter is None else adapter).folder
-    formats = [form for form in open_weights(fetch(second).folder).formats() if form.bits <= 8]
+    plain = LoadOptions.for_inference(dtype="float32", allow_nonfinite=True)  # differences show NaN
+    options = LoadOptions.for_inference(in_nf4=base_in_nf4, dtype="float32", allow_nonfinite=True)
+    opened = open_pretrained(first, options, adapter=adapter)
+    other_opened = open_pretrained(second, plain)
+    model = load_pretrained(opened, options, fake_quantization=False)
+    trained = None if opened.adapter is None and base_in_nf4 else _trained_folder(opened)
+    formats = _few_bits(other_opened)
     aware = QuantizationAware.read(trained) if trained is not None and formats else None
-    own = [form for form in open_weights(fetch(first).folder).formats() if form.bits <= 8]
-    same = aware is not None or (adapter is None and formats == own)
+    same = aware is not None or (opened.adapter is None and formats == _few_bits(opened))
     if aware is not None:
         model = with_fake_quantization(model, aware.weights, None, aware.modules_to_not_quantize)
     check_logits(model, str(first))
@@ -90,13 +89,27 @@ def compare_logits(
     encoded = [list(encoder.encode_beginning(text))[: model.max_seq_length] for text in texts]
     left = [_logits(model, tokens) for tokens in encoded]
     del model
-    other, _ = FastLanguageModel.from_pretrained(second, load_in_4bit=False, **options)
+    other = load_pretrained(other_opened, plain)
     check_logits(other, str(second))
     right = [_logits(other, tokens) for tokens in encoded]
     if left[0].shape[1] != right[0].shape[1]:
         raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, got {right[0].shape[1]}")
     rounding = 0.0 if same else max((form.rounding for form in formats), default=0.0)
     return _difference(np.concatenate(left).astype(np.float64), np.concatenate(right).astype(np.float64), rounding)
+
+
+def _trained_folder(opened: OpenModel) -> Path:
+    """The folder of what was trained: the adapter's, or the model's."""
+    if opened.adapter is None:
+        return opened.source.folder
+    assert opened.adapter.arrays is not None
+    return opened.adapter.arrays.folder
+
+
+def _few_bits(opened: OpenModel) -> list[Format]:
+    """The formats of at most 8 bits in a model's folder."""
+    assert opened.weights is not None
+    return [form for form in opened.weights.formats() if form.bits <= 8]
 
 
 def _difference(one: Float[np.ndarray, "N V"], two: Float[np.ndarray, "N V"], rounding: float) -> LogitDifference:

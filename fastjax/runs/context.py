@@ -12,6 +12,7 @@ from rich.console import Console
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.execution.opening import OpenModel
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.parallel import MeshShape
 from fastjax.planning.choice import Choice
@@ -19,7 +20,6 @@ from fastjax.runs.datasets import Given, RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
 from fastjax.runs.messages import say
-from fastjax.runs.opening import OpenModel
 from fastjax.runs.resume import Earlier
 from fastjax.runs.steps import Optimizer, StepRecipe
 from fastjax.training.checkpoint import Checkpoints

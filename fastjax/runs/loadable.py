@@ -8,12 +8,14 @@ from convert.adapters import config_from_json
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError
 from convert.files import read_json
+from convert.hub import Source
 from convert.inspect import Inspection
 from convert.model.paths import SCORE, TABLES
 from fastjax.errors import ConfigError
+from fastjax.execution.opening import open_folder
+from fastjax.execution.options import LoadOptions
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.tables import check_saved
-from fastjax.models.outline import read_outline
 
 
 def with_refusals(found: Inspection) -> Inspection:
@@ -25,7 +27,7 @@ def with_refusals(found: Inspection) -> Inspection:
     problems = list(found.unsupported)
     try:
         if found.kind == "model":
-            read_outline(found.folder, tokenizer=False)
+            open_folder(Source(found.folder), LoadOptions(), tokenizer=False)
         elif not problems:
             _check_adapter(found.folder)
     except (ConfigError, ConvertError) as error:
@@ -39,5 +41,5 @@ def _check_adapter(folder: Path) -> None:
     if base is None or not (Path(base) / CONFIG).is_file():
         check_saved(adapter, (*TABLES, SCORE))
         return
-    outline = read_outline(Path(base), weights=False, tokenizer=False)
-    open_fitting(folder, outline.config)
+    opened = open_folder(Source(Path(base)), LoadOptions(), weights=False, tokenizer=False)
+    open_fitting(folder, opened.config)

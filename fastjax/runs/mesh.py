@@ -7,9 +7,10 @@ from jax import device_count, process_count
 from jax.sharding import Mesh
 
 from fastjax.errors import ConfigError
+from fastjax.execution.execution import Execution
+from fastjax.execution.opening import OpenModel
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.parallel.checks import check_exchange, check_mesh
-from fastjax.runs.opening import OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
 
 
@@ -18,7 +19,7 @@ def run_meshes(config: TrainConfig) -> tuple[MeshShape, ...]:
     return mesh_shapes(config.parallel, device_count(), process_count())
 
 
-def check_model(config: TrainConfig, opened: OpenShapes, shapes: tuple[MeshShape, ...]) -> None:
+def check_model(config: TrainConfig, opened: OpenModel, shapes: tuple[MeshShape, ...]) -> None:
     """Refuse meshes that a run's model does not suit.
 
     Args:
@@ -31,16 +32,16 @@ def check_model(config: TrainConfig, opened: OpenShapes, shapes: tuple[MeshShape
     """
     for shape in shapes:
         adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
-        check_mesh(opened.outline.config, shape, **adapters)
-        check_exchange(opened.outline.config, shape, config.parallel.gradient_exchange)
-        length, chunk, parts = config.model.max_seq_length, config.model.mlp_chunk, shape.token_parts
+        check_mesh(opened.config, shape, **adapters)
+        check_exchange(opened.config, shape, config.parallel.gradient_exchange)
+        length, parts = config.model.max_seq_length, shape.token_parts
         if length % parts:
             where = f"context {shape.context} × tensor {shape.tensor}"
             raise ConfigError(f"model.max_seq_length: expected a multiple of {parts} with {where}, got {length}")
         if shape.tensor > 1 and config.training.qat is not None:
             raise ConfigError(f"parallel.tensor: expected 1 with training.qat, got {shape.tensor}")
-        if shape.tensor > 1 and isinstance(chunk, int):
-            raise ConfigError(f"model.mlp_chunk: expected auto or null with tensor {shape.tensor}, got {chunk}")
+        if shape.tensor > 1:
+            Execution.of(config.model, opened.config).without_chunks(f"tensor {shape.tensor}")
         sections = {
             "model.offload_embedding": config.model.offload_embedding,
             "model.offload_layers": config.model.offload_layers,

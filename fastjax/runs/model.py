@@ -2,26 +2,23 @@
 
 import dataclasses
 
-from jax.sharding import Mesh
 from rich.console import Console
 
 from convert.model.spec import QUANTIZED
 from fastjax.errors import ConfigError
+from fastjax.execution.opening import OpenModel
 from fastjax.language_model import LanguageModel, variants
 from fastjax.language_model.adapters import attach_opened, with_fresh_adapter
 from fastjax.language_model.host import with_host_embedding, with_host_layers
-from fastjax.language_model.loading import load_opened, shapes_of
+from fastjax.language_model.loading import load_opened, shapes_of, zeros_of
 from fastjax.language_model.rewards import with_score_head
 from fastjax.parallel import MeshShape
 from fastjax.runs.datasets import RunData
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.messages import say
-from fastjax.runs.opening import OpenModel, OpenShapes, lora_arguments
 from fastjax.training.config import TrainConfig
 from fastjax.training.device import device_use
 
-#: Keys of the section `model` that opening its folder has used up.
-_OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling", "offload_embedding")
 _ONE_DEVICE = MeshShape()
 
 
@@ -33,7 +30,8 @@ def load_model(config: TrainConfig, opened: OpenModel, shape: MeshShape = _ONE_D
         opened: its folders.
         shape: of the mesh, whose devices get their parts of the weights.
     """
-    model = _placed(with_adapter(load_base(config, opened, mesh=open_mesh(shape)), config, opened), config)
+    model = with_adapter(load_opened(opened, config.model, open_mesh(shape)), config, opened)
+    model = with_host_embedding(model) if config.model.offload_embedding else model
     return model.replace(tokenizer=opened.tokenizer)
 
 
@@ -55,7 +53,7 @@ def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_D
         say(console, f"idle: {device.idle}")
 
 
-def run_shapes(config: TrainConfig, opened: OpenShapes) -> LanguageModel:
+def run_shapes(config: TrainConfig, opened: OpenModel) -> LanguageModel:
     """The model of a run as it begins, with shapes for arrays; dtypes are those of the device that is traced for.
 
     Args:
@@ -65,8 +63,9 @@ def run_shapes(config: TrainConfig, opened: OpenShapes) -> LanguageModel:
     alike = config
     if config.lora.adapter is None:  # all starts have one shape, and an orthogonal one is drawn by NumPy
         alike = dataclasses.replace(config, lora=dataclasses.replace(config.lora, init_lora_weights=True))
-    made = shapes_of(lambda: with_adapter(load_base(alike, opened, zeros=True), alike, opened))
-    return with_start(_placed(made, config), config)
+    model = shapes_of(lambda: with_adapter(zeros_of(opened, config.model), alike, opened))
+    model = with_host_embedding(model) if config.model.offload_embedding else model
+    return with_start(with_host_layers(model) if config.model.offload_layers else model, config)
 
 
 def with_start(model: LanguageModel, config: TrainConfig) -> LanguageModel:
@@ -79,27 +78,7 @@ def with_start(model: LanguageModel, config: TrainConfig) -> LanguageModel:
     return variants.with_start(model, model.trainable) if config.holds_start else model
 
 
-def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:
-    model = with_host_embedding(model) if config.model.offload_embedding else model
-    return with_host_layers(model) if config.model.offload_layers else model
-
-
-def load_base(
-    config: TrainConfig, opened: OpenShapes, *, zeros: bool = False, mesh: Mesh | None = None
-) -> LanguageModel:
-    """The base model of a run.
-
-    Args:
-        config: the run.
-        opened: its folders.
-        zeros: in the place of the weights, which are not read.
-        mesh: of the devices that get parts of the weights; None: one has all.
-    """
-    settings = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OPENED}
-    return load_opened(opened.source, opened.outline, zeros=zeros, mesh=mesh, **settings)
-
-
-def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenShapes) -> LanguageModel:
+def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel) -> LanguageModel:
     """A run's base model with its score, the adapter that it begins with, fresh or from a folder, and fake quantisers.
 
     Args:
@@ -109,14 +88,10 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenShapes) 
     """
     model = scored(model, config)
     if opened.adapter is not None:
-        assert opened.adapter.arrays is not None, "the adapter's arrays are on this machine"
-        adapter = opened.adapter.arrays
-        return _quantized(
-            attach_opened(model, adapter, opened.adapter.tokenizer, config.lora.lora_dropout), config, opened
-        )
+        return _quantized(attach_opened(model, opened.adapter, config.lora.lora_dropout), config, opened)
     if config.model.full_finetuning:
         return _quantized(model, config, opened)
-    return _quantized(with_fresh_adapter(model, **lora_arguments(config.lora)), config, opened)
+    return _quantized(with_fresh_adapter(model, config.lora), config, opened)
 
 
 def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:
@@ -129,9 +104,9 @@ def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:
     return with_score_head(model, config.lora.random_state) if config.preferences.scores else model
 
 
-def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenShapes) -> LanguageModel:
+def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel) -> LanguageModel:
     """With the fake quantisers of `training.qat`."""
-    qat, weights = config.training.quantization, opened.outline.weights
+    qat, weights = config.training.quantization, opened.weights
     if qat is None:
         return model
     if weights is not None and not model.full_finetuning:

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from convert.weights import Weights
+from fastjax.execution.opening import OpenModel
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.variants import with_checkpointing
 from fastjax.parallel import MeshShape
 from fastjax.runs.model import load_model, with_start
-from fastjax.runs.opening import OpenModel
 from fastjax.runs.steps import with_policy
 from fastjax.training.config import TrainConfig
 
@@ -109,10 +109,10 @@ class ModelLoading:
 
     def _load(self, policy: str, shape: MeshShape) -> LanguageModel:
         began = time.perf_counter()
-        outline = self._opened.outline
-        if outline.weights is not None:
-            outline = dataclasses.replace(outline, weights=_Stoppable.of(outline.weights, self._stopped))
-        model = load_model(with_policy(self._config, policy), dataclasses.replace(self._opened, outline=outline), shape)
+        opened = self._opened
+        if opened.weights is not None:
+            opened = dataclasses.replace(opened, weights=_Stoppable.of(opened.weights, self._stopped))
+        model = load_model(with_policy(self._config, policy), opened, shape)
         model = with_start(model, self._config)
         self.load_seconds += time.perf_counter() - began
         return model

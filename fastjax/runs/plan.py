@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fastjax.errors import ConfigError
+from fastjax.execution.opening import OpenModel
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
 from fastjax.planning.choice import first_layers
@@ -21,7 +22,7 @@ from fastjax.planning.memory import Room, StepMemory
 from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
 from fastjax.runs.mesh import open_mesh
-from fastjax.runs.opening import OpenShapes, open_shapes
+from fastjax.runs.opening import open_shapes
 from fastjax.runs.policies import less_memory, run_candidates
 from fastjax.runs.steps import RunShapes, StepRecipe
 from fastjax.training.config import TrainConfig
@@ -91,7 +92,7 @@ class RunPlan(NamedTuple):
 
 def plan_run(
     config: TrainConfig,
-    opened: OpenShapes,
+    opened: OpenModel,
     device: Device,
     policies: Sequence[str] | None,
     room: Room,
@@ -155,7 +156,7 @@ class _Planner:
     def __init__(
         self,
         config: TrainConfig,
-        opened: OpenShapes,
+        opened: OpenModel,
         device: Device,
         progress: Callable[[str], None],
         shape: MeshShape,
@@ -170,9 +171,8 @@ class _Planner:
         self._flops = flops * run.batch.tokens.size / shape.size
         progress("products of the step")
         # MLPs by chunks are computed again under any policy; with all tokens at once each product is there once.
-        whole = run
-        if isinstance(config.model.mlp_chunk, int):
-            unchunked = dataclasses.replace(config.model, mlp_chunk=None)
+        whole, unchunked = run, config.model.without_chunks()
+        if unchunked != config.model:
             whole = _shapes(dataclasses.replace(config, model=unchunked), opened, device, shape.replicas)
         self._once = self._products("none", whole)
 
@@ -258,7 +258,7 @@ def longest_rows(
     }
 
 
-def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: int = 1) -> RunShapes:
+def _shapes(config: TrainConfig, opened: OpenModel, device: Device, replicas: int = 1) -> RunShapes:
     options = DETERMINISTIC if config.training.deterministic else None
     recipe = StepRecipe(config, _STEPS, compiler_options=options)
     with device.tracing():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from fastjax.errors import ConfigError
-from fastjax.execution.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
+from fastjax.execution.chunks import AUTO_CHUNK, AUTO_TOKENS, CHUNK, check_chunk
 from fastjax.execution.policies import POLICIES, candidates, held_place, holds_more, policy_of
 from fastjax.execution.remat import compiler_options
 from fastjax.language_model import LanguageModel
@@ -22,7 +22,7 @@ def run_candidates(config: TrainConfig, shape: MeshShape) -> tuple[str, ...]:
         config: the run.
         shape: of the mesh.
     """
-    hidden = shape.size == 1 and config.model.layer_loop == "scan"
+    hidden = shape.size == 1 and config.model.scans
     return candidates(config.model.max_seq_length, hidden=hidden)
 
 
@@ -70,7 +70,7 @@ def _settings(
         if not config.training.offload_optimizer and _taken(lambda: dataclasses.replace(config, training=training)):
             yield "training.offload_optimizer: true"
     if _whole_mlps(config, model, shape, policy):
-        yield f"model.mlp_chunk: {AUTO_CHUNK}"
+        yield f"model.{CHUNK}: {AUTO_CHUNK}"
 
 
 def _below(
@@ -94,7 +94,7 @@ def _below(
 
 def _whole_mlps(config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str) -> bool:
     """Whether MLPs are computed for more tokens at a time than a chunk has, and chunks would cost no products."""
-    kept, chunk = POLICIES[policy.partition(":")[0]], config.model.mlp_chunk
+    kept, chunk = POLICIES[policy.partition(":")[0]], model.execution.chunk
     tokens = config.training.per_device_train_batch_size * config.model.max_seq_length // shape.context
     whole = chunk is None or (chunk == "auto" and tokens < AUTO_TOKENS)
     served = shape.tensor == 1 and model.quantization_aware is None

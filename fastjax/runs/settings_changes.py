@@ -3,6 +3,7 @@
 Settings that decide the shape or meaning of the state must be equal; others may change, and the run says so.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.execution.options import EXECUTION, LoadOptions
 from fastjax.training.report import default_settings
 
 #: (old, new) value by the full name of a setting.
@@ -17,15 +19,7 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 #: Keys whose change makes the state another one.
 FIXED = (
-    "model.max_seq_length",
-    "model.dtype",
-    "model.param_dtype",
-    "model.float32_modules",
-    "model.load_in_4bit",
-    "model.base_compute",
-    "model.full_finetuning",
-    "model.new_tokens",
-    "model.rope_scaling",
+    *(f"model.{field.name}" for field in dataclasses.fields(LoadOptions) if field.name not in EXECUTION),
     "lora",
     "optimizer.name",
     "parallel.gradient_exchange",

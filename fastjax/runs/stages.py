@@ -78,7 +78,7 @@ def identify(run: Run) -> None:
     """Take the fingerprints of the inputs; of a model in memory what it has learnt before is there as its reference."""
     adapter = None
     if run.opened is not None:
-        weights, started = run.opened.outline.weights, run.opened.adapter
+        weights, started = run.opened.weights, run.opened.adapter
         assert weights is not None, "the base's weights are on this machine"
         base, adapter = base_identity(weights.checkpoint), None if started is None else started.arrays
     elif run.model.folder is not None:

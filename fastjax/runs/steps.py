@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from fastjax.data.batches import Batch
+from fastjax.execution.opening import OpenModel
 from fastjax.execution.policies import offloads
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
@@ -21,7 +22,6 @@ from fastjax.language_model.variants import with_checkpointing
 from fastjax.quantization import read_in_place
 from fastjax.runs.messages import say
 from fastjax.runs.model import run_shapes
-from fastjax.runs.opening import OpenShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.optimizers import make_optimizer
@@ -258,7 +258,7 @@ class RunShapes:
             layers of one stack have one policy.
     """
 
-    def __init__(self, recipe: StepRecipe, model: OpenShapes | LanguageModel, replicas: int = 1):
+    def __init__(self, recipe: StepRecipe, model: OpenModel | LanguageModel, replicas: int = 1):
         """Make the shapes, for the device that is traced for here.
 
         Args:

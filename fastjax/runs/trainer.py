@@ -14,13 +14,12 @@ from fastjax.data.records import Record
 from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
+from fastjax.execution.options import LoadOptions
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of
-from fastjax.language_model.host import has_host_embedding, has_host_layers
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
-from fastjax.quantization.nf4 import NF4Weight
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
 from fastjax.runs.result import finished
@@ -178,7 +177,7 @@ class Trainer:
         if qat is not None and model.quantization_aware is None:
             model = with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
         if settings.max_seq_length is not None:
-            model = model.replace(max_seq_length=min(settings.max_seq_length, model.max_seq_length))
+            model = model.with_options(max_seq_length=min(settings.max_seq_length, model.max_seq_length))
         self.config = _config(model, settings, self._paths)
         if settings.preferences.needs_reference and model.quantization_aware is not None:
             raise ConfigError(
@@ -282,26 +281,13 @@ def _named(data: Any) -> Any:
 
 def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str, Any]) -> TrainConfig:
     """The settings of the run, those that the model is already made by included."""
-    leaves = jax.tree.leaves(model.frozen, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))
     if model.source is not None:
         name = "@".join(model.source)
     else:
         name = "random weights" if model.folder is None else str(model.folder)
-    section = ModelSection(
-        model_name=name,
-        max_seq_length=model.max_seq_length,
-        dtype=str(model.dtype),  # pyright: ignore[reportArgumentType]
-        param_dtype=str(model.precision.param_dtype),  # pyright: ignore[reportArgumentType]
-        float32_modules=sorted(map(str, model.precision.float32_modules)) or None,
-        base_compute=model.precision.base_compute,  # pyright: ignore[reportArgumentType]
-        load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
-        full_finetuning=model.full_finetuning,
-        use_gradient_checkpointing="auto" if model.remat_auto else model.execution.remat,
-        offload_embedding=has_host_embedding(model),
-        offload_layers=has_host_layers(model),
-        mlp_chunk=model.execution.mlp_chunk,
-        layer_loop=model.execution.layer_loop,  # pyright: ignore[reportArgumentType]
-    )
+    options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(LoadOptions)}
+    options |= {"new_tokens": None, "rope_scaling": None}  # the model in memory has them, also when the run is resumed
+    section = ModelSection(name, **options)
     lora = LoraSection()
     if model.lora is not None:
         known = {field.name for field in dataclasses.fields(LoraSection)}
@@ -348,5 +334,5 @@ def _compile(run: Run) -> None:
     began, model = time.perf_counter(), run.model
     run.step = compile_step(run, model)
     chosen = with_checkpointing(model, run.step.policy)
-    run.model = chosen.replace(remat_auto=model.remat_auto)  # a later run chooses anew
+    run.model = chosen.replace(options=model.options)  # a later run chooses anew
     run.startup = Startup(began - run.began, time.perf_counter() - began)

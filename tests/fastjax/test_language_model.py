@@ -67,7 +67,10 @@ def test_gradient_checkpointing_has_an_effect(base):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights cannot be trained"),
+        (
+            {"full_finetuning": True, "load_in_4bit": True},
+            "load_in_4bit: expected false with full_finetuning: true",
+        ),
         ({"layer_loop": "loop"}, "layer_loop: expected one of .* got 'loop'"),
         ({"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* got 'some'"),

@@ -16,9 +16,12 @@ from flax import nnx
 from tokenizers import Tokenizer, models
 
 from convert.families import family_for
+from convert.hub import fetch
 from convert.model.spec import VECTORS
 from convert.model.tensors import tensors_of
 from fastjax.data.batches import Batch
+from fastjax.execution.opening import open_folder
+from fastjax.execution.options import LoadOptions
 from fastjax.execution.stacks import layer_of
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.adapters import attach_adapter
@@ -65,6 +68,12 @@ CONFIG = {
 
 def config(**changes):
     return {**CONFIG, **changes}
+
+
+def opened(folder, **options):
+    """A folder that is open, and the options of loading it."""
+    options = LoadOptions(**options)
+    return open_folder(fetch(folder), options), options
 
 
 def text_config(config):

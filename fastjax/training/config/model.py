@@ -7,6 +7,7 @@ from fastjax.execution.options import Length, LoadOptions
 from fastjax.lora.settings import LoraSettings
 from fastjax.options import checked
 
+
 @dataclasses.dataclass(frozen=True)
 class ModelName:
     """The model that is loaded."""

@@ -1,6 +1,6 @@
 """Small arrays of layers that are called one by one, stacked for the time of an update.
 
-Layers that a step unrolls (`layer_loop: unroll`) have arrays of their own: adapters of Llama 3 8B on seven projections
+Layers that a step unrolls have arrays of their own: adapters of Llama 3 8B on seven projections
 are 448. An update of each by itself is some forty instructions, and all of them take XLA half as long to compile as the
 layers do. So the arrays that differ in their layer's number alone are one stack for the optimizer, as those of scanned
 layers are: its rules know stacks (`groups.stack_dims`), and its moments stay stacked between the steps.

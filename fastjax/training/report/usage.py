@@ -32,7 +32,7 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
     if model.full_finetuning:
         options, lines, names = ["--model", result], [f"model = {_load(auto, _text(result))}"], set()
     else:
-        options = ["--model", model.model_name, "--adapter", result] + ["--load_in_4bit"] * model.load_in_4bit
+        options = ["--model", model.model_name, "--adapter", result] + ["--load_in_4bit"] * model.in_nf4
         options += ["--rope_scaling", json.dumps(model.rope_scaling)] if model.rope_scaling is not None else []
         merged = _merges(model, base)
         if merged:
@@ -59,7 +59,7 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
 def _scoring(config: TrainConfig, result: str) -> str:
     """Python code that scores a conversation with a reward model."""
     model = config.model
-    given = {"load_in_4bit": model.load_in_4bit, "dtype": model.dtype, "rope_scaling": model.rope_scaling}
+    given = {"load_in_4bit": model.in_nf4, "dtype": model.dtype, "rope_scaling": model.rope_scaling}
     options = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     return "\n".join(
         [
@@ -81,11 +81,11 @@ def _base(
     stored = config.get("dtype", config.get("torch_dtype"))
     kind = (config.get("quantization_config") or {}).get("quant_method")
     lines, options, names = [], dict(given), set()
-    if model.load_in_4bit and kind is not None and not _has_4_bits(config):
+    if model.in_nf4 and kind is not None and not _has_4_bits(config):
         lines.append(_CONVERT.format(shlex.quote(model.model_name)))
         place, kind = '"base-nf4"', "bitsandbytes"
     lines += _longer(model, config, place, options, names)
-    if model.load_in_4bit and kind is None:
+    if model.in_nf4 and kind is None:
         lines += _in_4bit(model, dtype)
         options["quantization_config"] = "settings"
         names.add("BitsAndBytesConfig")
@@ -95,7 +95,7 @@ def _base(
         options["dtype"] = _text(dtype)
     lines.append(f"model = {_load(auto, place, options)}")
     if (
-        model.load_in_4bit and kind in (None, "bitsandbytes") and stored != dtype
+        model.in_nf4 and kind in (None, "bitsandbytes") and stored != dtype
     ):  # bitsandbytes' own products decode to that dtype instead
         lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
     return lines, names
@@ -104,7 +104,7 @@ def _base(
 def _merges(model: ModelSection, config: Mapping[str, Any]) -> bool:
     """Whether the base is a mixture in 4 bits, which transformers does not bring its experts into."""
     family = FAMILIES.get(config.get("model_type", ""))
-    return model.load_in_4bit and family is not None and family.mixture is not None
+    return model.in_nf4 and family is not None and family.mixture is not None
 
 
 def _merged(

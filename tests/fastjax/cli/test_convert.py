@@ -12,14 +12,16 @@ from safetensors.numpy import load_file
 
 from convert.errors import ConvertError
 from convert.formats import WRITERS
+from convert.hub import fetch
 from convert.tensor_file import read_header, read_tensor, write_tensor_file
 from convert.trained_over import read_trained_over
 from convert.weights import open_weights
 from fastjax.cli import main
 from fastjax.commands.convert import _SCHEMES
 from fastjax.errors import ConfigError
+from fastjax.execution.opening import open_folder
+from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.outline import read_outline
 from tests.support import chat, tiny
 from tests.support.families import MIXTURES
 from tests.support.runs import World
@@ -87,7 +89,7 @@ def test_inspect_refuses_what_loading_refuses(model, adapter, tmp_path, capsys):
         shutil.copytree(model, tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises((ConfigError, ConvertError)) as refused:
-            read_outline(tmp_path / name)
+            open_folder(fetch(tmp_path / name), LoadOptions())
         assert run("inspect", tmp_path / name, "--json") == 0
         assert str(refused.value) in json.loads(capsys.readouterr().out)["unsupported"], message
     settings = json.loads((adapter / "adapter_config.json").read_text()) | {"modules_to_save": ["norm"]}

@@ -9,6 +9,7 @@ from jax.extend.core import jaxprs_in_params
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.execution.chunks import by_chunks, check_chunk, chunk_places
+from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
 from fastjax.models.mlp import MLP
@@ -120,8 +121,8 @@ def test_auto_leaves_short_rows_and_policies_that_keep_projections():
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "some", 1.5])
 def test_a_chunk_that_is_none_is_refused(chunk):
-    with pytest.raises(ConfigError, match="mlp_chunk: expected auto, None or a number of tokens"):
-        check_chunk(chunk, CONFIG)
+    with pytest.raises(ConfigError, match="mlp_chunk: expected an integer of at least 1 or auto or null, got"):
+        LoadOptions(mlp_chunk=chunk)
 
 
 def test_a_chunk_of_mixtures_alone_is_refused():

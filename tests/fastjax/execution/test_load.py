@@ -15,12 +15,10 @@ from convert import weights as convert_weights
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import nf4
-from convert.hub import fetch
 from fastjax.data.batches import Batch
 from fastjax.execution import load, places
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import load_opened
-from fastjax.models.outline import read_outline
 from fastjax.parallel import make_mesh
 from fastjax.quantization import NF4Weight
 from fastjax.training.cadence import Progress
@@ -256,7 +254,7 @@ def test_no_device_holds_the_model_while_it_is_loaded_onto_a_mesh(tmp_path, monk
     ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     options = {"dtype": "float32", "load_in_4bit": load_in_4bit, "layer_loop": layer_loop}
-    model = load_opened(fetch(folder), read_outline(folder), mesh=make_mesh(fsdp=8), **options)
+    model = load_opened(*tiny.opened(folder, **options), make_mesh(fsdp=8))
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
     share = max(bytes_by_device(jax.tree.leaves(model.frozen)).values())
     layer = sum(array.nbytes for name, array in arrays.items() if "layers.3." in name)
@@ -273,10 +271,7 @@ def test_a_checkpoint_of_trained_weights_does_not_know_its_mesh(tmp_path):
     folder = tiny.write_folder(tmp_path / "model", config := tiny.config(), tiny.arrays(config))
     options = {"dtype": "float32", "load_in_4bit": False, "full_finetuning": True}
     meshes = {"one": None, "tensor": make_mesh(fsdp=2, tensor=2)}
-    models = {
-        name: load_opened(fetch(folder), read_outline(folder), mesh=mesh, **options).trainable
-        for name, mesh in meshes.items()
-    }
+    models = {name: load_opened(*tiny.opened(folder, **options), mesh).trainable for name, mesh in meshes.items()}
     for name, other in (("one", "tensor"), ("tensor", "one")):
         checkpoints = Checkpoints(tmp_path / name)
         checkpoints.save(models[name], Progress(1))

@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from convert.quantize import quantize
+from fastjax.language_model.loading import load_opened
 from fastjax.language_model.saving import save_pretrained
-from fastjax.runs.model import load_base, run_shapes, with_adapter
+from fastjax.runs.model import run_shapes, with_adapter
 from fastjax.runs.opening import open_model, open_shapes
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
@@ -66,7 +67,7 @@ def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_
     write(folder)
     settings = config(model={"model_name": str(folder), "max_seq_length": 48, **options}, lora=lora)
     opened = open_model(settings)
-    loaded = with_adapter(load_base(settings, opened), settings, opened)
+    loaded = with_adapter(load_opened(opened, settings.model), settings, opened)
     assert len(loaded.plan) == stacks
     assert described(run_shapes(settings, open_shapes(settings))) == described(loaded)
     for file in [*folder.glob("*.safetensors*"), *([] if "new_tokens" in options else folder.glob("tokenizer*"))]:
@@ -76,7 +77,8 @@ def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_
 
 def test_shapes_of_an_adapter_to_start_from(tmp_path):
     base = config(model={"model_name": str(tiny.shared_folder()), "max_seq_length": 48}, lora={"r": 3})
-    started = with_adapter(load_base(base, open_model(base)), base, open_model(base))
+    opened = open_model(base)
+    started = with_adapter(load_opened(opened, base.model), base, opened)
     save_pretrained(started, tmp_path / "adapter")
     settings = config(model=vars(base.model), lora={"adapter": str(tmp_path / "adapter")})
     assert described(run_shapes(settings, open_shapes(settings))) == described(started)

@@ -38,18 +38,18 @@ def test_a_routers_rank_and_scale_go_by_its_parameters_name():
     config, targets = read_config(MIXTURES["qwen3_moe"]), {"target_modules": ["q_proj"], "r": 4}
     targets["target_parameters"] = ["gate.weight"]
     patterns = {"rank_pattern": {"gate.weight": 2}, "alpha_pattern": {"mlp.gate.weight": 3}}
-    adapter = fresh_adapter(config, **targets, **patterns)
+    adapter = fresh_adapter(config, LoraSettings(**targets, **patterns))
     sites = {(site.path.part, site.rank, site.scaling) for site in adapter_sites(adapter, config)}
     assert sites == {("q_proj", 4, 4.0), ("router", 2, 1.5)}
     with pytest.raises(ConfigError, match=r"alpha_pattern: .* got \['mlp.gate'\], .* there are .*mlp.gate.weight"):
-        fresh_adapter(config, **targets, alpha_pattern={"mlp.gate": 3})
+        fresh_adapter(config, LoraSettings(**targets, alpha_pattern={"mlp.gate": 3}))
 
 
 def test_dora_is_refused_where_peft_holds_an_adapter_on_a_weight():
     config = read_config(MIXTURES["glm4_moe"])
-    assert fresh_adapter(config, use_dora=True, target_modules=["q_proj"]).use_dora
+    assert fresh_adapter(config, LoraSettings(use_dora=True, target_modules=["q_proj"])).use_dora
     with pytest.raises(
         ConfigError, match=r"use_dora: expected false, .* without .*layers.2.mlp.shared_experts.up_proj"
     ):
-        fresh_adapter(config, use_dora=True, target_modules=["q_proj", "shared_experts.up_proj"])
-    fresh_adapter(read_config(MIXTURES["qwen2_moe"]), use_dora=True)
+        fresh_adapter(config, LoraSettings(use_dora=True, target_modules=["q_proj", "shared_experts.up_proj"]))
+    fresh_adapter(read_config(MIXTURES["qwen2_moe"]), LoraSettings(use_dora=True))

@@ -270,7 +270,7 @@ def test_gemma_3_is_scanned_by_its_period():
         "layer_types": None,
     }
     layers = read_config(published).layers
-    assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
+    assert plan_layers(layers, scans=True) == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
     assert layers[5] == Layer() and layers[4] == Layer(Attention(6, "local_rope"))
 
 

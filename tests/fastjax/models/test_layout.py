@@ -17,7 +17,7 @@ signatures = st.lists(st.sampled_from("abc"), min_size=1, max_size=26)
 
 @given(signatures, st.sampled_from(["scan", "unroll"]))
 def test_every_layer_is_in_one_run_and_what_is_stacked_is_equal(kinds, layer_loop):
-    plan = plan_layers(kinds, layer_loop)
+    plan = plan_layers(kinds, scans=layer_loop == "scan")
     covered = [
         run.start + repeat * run.period + position
         for run in plan
@@ -35,7 +35,7 @@ def test_every_layer_is_in_one_run_and_what_is_stacked_is_equal(kinds, layer_loo
 
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=8), st.integers(2, 6))
 def test_a_repeated_pattern_is_one_run(unit, count):
-    plan = plan_layers(unit * count, "scan")
+    plan = plan_layers(unit * count, scans=True)
     assert sum(run.period for run in plan) <= len(unit)
 
 
@@ -50,7 +50,7 @@ def test_a_repeated_pattern_is_one_run(unit, count):
     ],
 )
 def test_known_plans(kinds, plan):
-    assert list(plan_layers(kinds, "scan")) == plan
+    assert list(plan_layers(kinds, scans=True)) == plan
 
 
 @settings(deadline=None, max_examples=40)
@@ -60,7 +60,7 @@ def test_arranging_keeps_every_layer(kinds):
     shapes = {"a": (2,), "b": (3,), "c": (2, 2)}
     numbers = itertools.count()
     layers = [{"weight": np.full(shapes[kind], next(numbers), np.float32)} for kind in kinds]
-    scan, unroll = plan_layers(kinds, "scan"), plan_layers(kinds, "unroll")
+    scan, unroll = plan_layers(kinds, scans=True), plan_layers(kinds, scans=False)
     runs = arrange(layers, scan)
     for index, layer in enumerate(layers):
         assert np.array_equal(layer_of(runs, scan, index)["weight"], layer["weight"])

@@ -8,10 +8,10 @@ from flax import nnx
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.execution.precision import dtype_name
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.export import export_adapters
 from fastjax.models.decoder import lm_logits
-from fastjax.models.precision import dtype_name
 from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums
 from tests.support import tiny

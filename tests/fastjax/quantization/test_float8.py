@@ -9,10 +9,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.execution.options import LoadOptions
+from fastjax.execution.precision import make_precision
 from fastjax.lora import mlp
 from fastjax.lora.mlp import Arrays, Block, gated_block
 from fastjax.lora.rank_products import Part
-from fastjax.models.precision import make_precision
 from fastjax.parallel import make_mesh
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
 from fastjax.quantization.float8 import Float8Compute, in_float8
@@ -99,6 +100,7 @@ def test_what_is_not_bfloat16_is_multiplied_as_ever_and_rows_stay_in_float8():
 
 
 #: Sides of 64 and 128, of whole blocks of NF4.
+FLOAT8 = LoadOptions(dtype="bfloat16", base_compute="float8")
 CONFIG = tiny.config(
     hidden_size=128,
     intermediate_size=256,
@@ -217,17 +219,16 @@ def test_several_devices_compute_what_one_does(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_compute": "float4"}, r"base_compute: expected one of \['float8'\] or None, got 'float4'"),
-        ({"dtype": "float16"}, "base_compute: expected None .*, got float8 with dtype float16"),
+        ({"base_compute": "float4"}, "base_compute: expected float8 or null, got 'float4'"),
+        ({"dtype": "float16"}, "base_compute: expected null with dtype: float16, got float8"),
         ({"dtype": None}, "base_compute: expected None .*, got float8 with dtype float32"),
-        ({"trained": True}, "got float8 with full_finetuning: it is of the products of frozen weights"),
+        ({"full_finetuning": True}, "base_compute: expected null with full_finetuning: true, got float8"),
     ],
 )
 def test_settings_that_are_refused(options, message):
     given = {"dtype": "bfloat16", "base_compute": "float8"} | options
-    dtype = given.pop("dtype")
     with pytest.raises(ConfigError, match=message):
-        make_precision(dtype, "float32", None, read_config(CONFIG, where="config"), **given)
+        make_precision(LoadOptions(**given), read_config(CONFIG, where="config"))
 
 
 def test_mixtures_and_cards_without_float8_are_refused():
@@ -238,10 +239,10 @@ def test_mixtures_and_cards_without_float8_are_refused():
             jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
             pytest.raises(ConfigError, match=f"base_compute: .*on {card} .*compute capability 8.9 or more"),
         ):
-            make_precision("bfloat16", "float32", None, config, base_compute="float8")
+            make_precision(FLOAT8, config)
     moe = read_config(families.MIXTURES["qwen3_moe"], where="config")
     with pytest.raises(ConfigError, match="base_compute: .*got float8 with mixtures of experts"):
-        make_precision("bfloat16", "float32", None, moe, base_compute="float8")
+        make_precision(FLOAT8, moe)
     with pytest.raises(ConfigError, match="model.base_compute: expected null with model.full_finetuning: true"):
         ModelSection("m", base_compute="float8", full_finetuning=True, load_in_4bit=False)
 

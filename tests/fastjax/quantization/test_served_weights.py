@@ -8,12 +8,10 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.formats import Stored, format_of
-from convert.hub import fetch
 from convert.quantize import quantize
 from convert.saving import save
 from convert.weights import stream
-from fastjax.language_model.loading import load_opened
-from fastjax.models.outline import read_outline
+from fastjax.language_model.loading import zeros_of
 from fastjax.quantization import MixedWeight, concatenate, dequantize, matmul, rows_of
 from fastjax.quantization.weights import from_tensor
 from tests.support import tiny
@@ -79,7 +77,7 @@ def test_a_folder_is_a_base(plain, tmp_path, scheme, activations):
     model = tiny.model(tmp_path / "packed", CONFIG, **options)
     codes = jnp.dtype(jnp.int8 if scheme == "int8" else jnp.uint8)
     assert codes in {leaf.dtype for leaf in jax.tree.leaves(model.frozen)}
-    zeros = load_opened(fetch(tmp_path / "packed"), read_outline(tmp_path / "packed"), zeros=True, **options)
+    zeros = zeros_of(*tiny.opened(tmp_path / "packed", **options))
     assert jax.tree.map(described, zeros.frozen) == jax.tree.map(described, model.frozen)
     tokens = np.stack(tiny.documents(CONFIG, (20, 20)))
     expected = tiny.logits(tiny.model(tmp_path / "decoded", CONFIG), tokens)

@@ -114,7 +114,7 @@ def test_a_handle_has_what_its_value_has(base):
     handle = fastjax.ModelHandle(base)
     assert {"value", "become", "trainable", "save_pretrained_gguf"} <= set(dir(handle))
     assert repr(handle) == repr(base) and fastjax.ModelHandle(handle).value is base
-    again = handle.replace(max_seq_length=64)
+    again = handle.with_options(max_seq_length=64)
     assert again.value.max_seq_length == 64 and handle.max_seq_length == 128
     assert isinstance(again, fastjax.ModelHandle) and isinstance(handle.with_score_head(), fastjax.ModelHandle)
     assert isinstance(handle.executed(handle.execution), fastjax.ModelHandle)

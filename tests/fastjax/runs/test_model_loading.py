@@ -63,7 +63,7 @@ def test_nothing_goes_on_when_the_context_is_left(folder, monkeypatch):
     run, reading, read = settings(folder), threading.Event(), []
 
     def load(settings, opened, shape):
-        for path, _ in opened.outline.weights.stream():
+        for path, _ in opened.weights.stream():
             read.append(path)
             reading.set()
             loading._stopped.wait(60)

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from convert import adapters, checkpoint, files
 from fastjax.data import new_tokens, tokenizer
+from fastjax.execution import opening as folders
 from fastjax.language_model.saving import save_pretrained
-from fastjax.models import outline
 from fastjax.runs import opening
 from fastjax.runs.context import FineTuned
 from fastjax.runs.fine_tune import fine_tune
@@ -33,11 +33,11 @@ def opened(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    for module in (files, checkpoint, adapters, outline, opening):
+    for module in (files, checkpoint, adapters, folders, opening):
         count(module, "read_json", None)
     for module in (checkpoint, adapters):
         count(module, "read_header", None)
-    for module in (tokenizer, new_tokens, outline):
+    for module in (tokenizer, new_tokens, folders):
         count(module, "load_tokenizer", "tokenizer")
     return counts
 
@@ -86,7 +86,7 @@ def test_a_preview_opens_no_weights_of_a_name_on_the_hub(tmp_path, monkeypatch, 
     monkeypatch.setattr(opening, "located", located)
     opened.clear()
     found = opening.open_model(config(model={"model_name": "org/model", "max_seq_length": 48}), weights=False)
-    assert found.outline.weights is None and wanted == [False]
+    assert found.weights is None and wanted == [False]
     assert opened == {("model", "config.json"): 1, ("model", "tokenizer"): 1}
 
 

@@ -57,7 +57,7 @@ def test_sizes_that_the_devices_do_not_suit(section, processes, message):
 
 
 def test_what_only_one_device_serves_is_refused_with_the_way_out():
-    opened = SimpleNamespace(outline=SimpleNamespace(config=read_config(tiny.CONFIG)))
+    opened = SimpleNamespace(config=read_config(tiny.CONFIG))
     for settings in ({"model": {"offload_layers": True}}, {"training": {"offload_optimizer": True}}):
         ((section, keys),) = settings.items()
         with pytest.raises(ConfigError, match=rf"^{section}\.{next(iter(keys))}: expected false on 8 dev.* takes one$"):
@@ -77,7 +77,7 @@ def test_what_only_one_device_serves_is_refused_with_the_way_out():
     ],
 )
 def test_rows_and_chunks_that_do_not_suit_a_mesh_are_refused_before_the_data(keys, shape, message):
-    opened = SimpleNamespace(outline=SimpleNamespace(config=read_config(tiny.CONFIG)))
+    opened = SimpleNamespace(config=read_config(tiny.CONFIG))
     with pytest.raises(ConfigError, match=rf"^model\.{message}"):
         check_model(config(model=keys), opened, (shape,))
     check_model(config(model={"max_seq_length": 64}), opened, (shape,))

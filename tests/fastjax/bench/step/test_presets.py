@@ -14,7 +14,8 @@ from fastjax.commands.bench_step import REGIMES, make_cases, make_parser
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
 from fastjax.execution.load import random_weights
-from fastjax.models.precision import make_precision
+from fastjax.execution.options import LoadOptions
+from fastjax.execution.precision import make_precision
 from fastjax.parallel import MeshShape
 
 #: Published counts of parameters.
@@ -31,9 +32,10 @@ PARAMETERS = {
 def sizes(preset, weights):
     """The weights' shapes, without making them."""
     config = read_config(preset_config(preset, None, weights))
-    options = {"precision": make_precision("bfloat16", "float32", None, config), "trained": False}
-    options |= {"load_in_4bit": weights != "16bit", "execution": Execution(), "mxfp4": weights == "mxfp4"}
-    return jax.eval_shape(lambda key: random_weights(config, key, **options)[1], jax.random.key(0))
+    options = LoadOptions(dtype="bfloat16", load_in_4bit=weights != "16bit")
+    how = options, make_precision(options, config), Execution()
+    mxfp4 = weights == "mxfp4"
+    return jax.eval_shape(lambda key: random_weights(config, key, *how, mxfp4=mxfp4)[1], jax.random.key(0))
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)

@@ -1,0 +1,64 @@
+"""Functions that take the fields of a class of options as keywords, declared and explained there alone."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping
+from inspect import Parameter
+from typing import Any, TypeVar
+
+from fastjax.options.fields import hints_of
+from fastjax.options.words import meanings
+
+T = TypeVar("T")
+
+
+def keywords(
+    kind: type,
+    make: Callable[[dict[str, Any]], Any],
+    *,
+    positional: Collection[str] = (),
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Give a function with a parameter `options` the fields of a class of options in its place.
+
+    Args:
+        kind: the class.
+        make: options from those fields that differ from the class's defaults by being given.
+        positional: fields that may stand without their names, in this order, behind the function's own.
+        without: fields that it does not take.
+        defaults: of fields whose default is another one here.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in without}
+    hints, defaults = hints_of(kind), defaults or {}
+
+    def parameter(name: str) -> Parameter:
+        how = Parameter.POSITIONAL_OR_KEYWORD if name in positional else Parameter.KEYWORD_ONLY
+        return Parameter(name, how, default=defaults.get(name, fields[name].default), annotation=hints[name])
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        own = [one for one in inspect.signature(function).parameters.values() if one.name != "options"]
+        before = [one for one in own if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        named = [parameter(name) for name in fields if name not in positional]
+        after = [one for one in own if one.kind is Parameter.KEYWORD_ONLY]
+        signature = inspect.Signature([*before, *map(parameter, positional), *named, *after])
+
+        @functools.wraps(function)
+        def call(*values: Any, **settings: Any) -> T:
+            given = signature.bind(*values, **settings).arguments
+            chosen = {**defaults, **{name: given.pop(name) for name in fields if name in given}}
+            return function(**given, options=make(chosen))
+
+        listed = "\n".join(
+            textwrap.fill(f"{name}: {meaning}", 120, initial_indent=" " * 12, subsequent_indent=" " * 16)
+            for name, meaning in meanings(kind).items()
+            if name in fields
+        )
+        call.__doc__ = re.sub(r"^ +options: .*$", lambda _: listed, function.__doc__ or "", count=1, flags=re.M)
+        vars(call)["__signature__"] = signature
+        return call
+
+    return decorate
