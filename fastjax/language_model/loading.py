@@ -130,6 +130,7 @@ class FastLanguageModel:
         LoraSettings,
         lambda given: LoraSettings(**given),
         positional=("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "layers_to_transform"),
+        defaults={"lora_dropout": 0.0},
     )
     def get_peft_model(
         model: LanguageModel,
