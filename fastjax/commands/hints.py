@@ -64,7 +64,7 @@ def _meant(section: str, field: str) -> str | None:
     own = hints_of(SECTIONS[section]) if section in SECTIONS else ()
     if close := difflib.get_close_matches(field, own, n=1):
         return f"{section}.{close[0]}"
-    if carried := next((tool.settings[field] for tool in TOOLS.values() if field in tool.settings), None):
-        return carried.setting
+    if carried := next((tool.becomes[field] for tool in TOOLS.values() if field in tool.becomes), None):
+        return carried
     names = {setting.partition(".")[2]: setting for setting in known}
     return next((names[name] for name in difflib.get_close_matches(field, names, n=1)), None)

@@ -82,10 +82,11 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
         column = given.pop("conversation_column", None)
         if column is not None or not columns:
             source["columns"] = columns = {_STYLES[style]: column or _STYLES[style]}
-    meanings: dict[str, str] = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
-    for field, renamed in job.checked(f"{where}.column_map", given.pop("column_map", {}), dict[str, str]).items():
+    meanings = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
+    renamed: dict[str, str] = job.checked(f"{where}.column_map", given.pop("column_map", {}), dict[str, str])
+    for field, column in renamed.items():
         if (meaning := meanings.get(field, field)) in columns:
-            columns[meaning] = renamed
+            columns[meaning] = column
     if kind == "text":
         columns["text"] = given.pop("column", _BUILDERS[builder][2]["text"])
         given.pop("add_eos", None)
