@@ -25,8 +25,8 @@ from fastjax.runs.mesh import open_mesh
 from fastjax.runs.opening import open_shapes
 from fastjax.runs.policies import less_memory, run_candidates
 from fastjax.runs.steps import RunShapes, StepRecipe
+from fastjax.training.compiled import DETERMINISTIC
 from fastjax.training.config import TrainConfig
-from fastjax.training.determinism import DETERMINISTIC
 from fastjax.training.flops import flops_per_token
 from pallas_kernels.cards import Card, peak_flops
 

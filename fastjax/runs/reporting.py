@@ -14,7 +14,7 @@ from fastjax.training.metrics import JsonLines, Sink, Tolerant
 from fastjax.training.profile import StepProfile
 from fastjax.training.progress import make_progress
 from fastjax.training.report import describe_environment, describe_peaks, usage, write_report
-from fastjax.training.trackers import Place, make_trackers
+from fastjax.training.trackers import make_trackers
 
 
 class Reporting:
@@ -40,8 +40,7 @@ class Reporting:
         output, total, console, folder = run.config.output, run.data.total_steps, run.console, run.folder
         name = output.run_name or Path(output.output_dir).name
         file = Tolerant(JsonLines(folder.metrics, resume_step), str(folder.metrics), console)
-        settings, place = dataclasses.asdict(run.config), Place(output.project, output.entity, output.tags)
-        trackers = make_trackers(output.report_to, folder.path, name, settings, resume_step, console, place)
+        trackers = make_trackers(folder.path, name, dataclasses.asdict(run.config), resume_step, console)
         progress = make_progress(total, run.config.training.logging_steps, console)
         self.sinks = [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True)), *run.sinks]
 

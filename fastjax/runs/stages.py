@@ -24,8 +24,8 @@ from fastjax.runs.settings_changes import check_settings
 from fastjax.runs.steps import StepRecipe
 from fastjax.runs.training_run import TrainingRun
 from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.compiled import reproducible
 from fastjax.training.config import TrainConfig
-from fastjax.training.determinism import compiler_options
 from fastjax.training.profile import check_profile
 from fastjax.training.trackers import check_trackers
 
@@ -98,7 +98,7 @@ def compare_inputs(run: Run) -> None:
         run.data.total_steps,
         loss=run.loss,
         optimizer=run.optimizer,
-        compiler_options=compiler_options(run.config.training.deterministic, run.folder.path),
+        compiler_options=reproducible(run.config.training.deterministic, run.folder.path),
         documents_per_row=run.data.documents_per_row,
     )
 

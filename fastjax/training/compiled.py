@@ -1,7 +1,14 @@
-"""Jitted functions of (state, frozen weights, batch), on one device or on a mesh."""
+"""Jitted functions of (state, frozen weights, batch), on one device or on a mesh.
+
+On a GPU equal runs need not be equal bit for bit: some of XLA's operations add in the order in which threads arrive
+(scatters, some convolutions), and autotuning may choose another kernel in another process. Deterministic operations
+exclude the first, autotuning results kept in the run's folder the second, for a resumed run and for one repeated in the
+same place.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +29,11 @@ from fastjax.training.placement import state_shardings, weight_shardings
 #: XLA's options for a step. Its Triton products hide sums from cuBLAS, which adds a rank product to a large product as
 #: it writes this one; and they take part in the autotuning, the longest part of compiling.
 COMPILER_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+
+#: XLA's option for operations that add in one order.
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
+#: In the output folder.
+KERNELS = "kernels"
 
 
 def jitted(
@@ -135,3 +147,23 @@ class OnMesh:
         if self._shape.tensor == 1:
             return frozen
         return held_apart(frozen, self._config(state, frozen), self._shape.tensor)
+
+
+def reproducible(deterministic: bool, folder: Path) -> dict[str, Any] | None:
+    """XLA's options for the steps of a run.
+
+    Args:
+        deterministic: make the run reproducible bit for bit.
+        folder: the run's, for the results of the autotuning.
+
+    Returns:
+        For `jax.jit(compiler_options=…)`; None: nothing to set.
+    """
+    if not deterministic or jax.default_backend() != "gpu":
+        return None
+    kept = folder / KERNELS
+    kept.mkdir(parents=True, exist_ok=True)
+    return {
+        **DETERMINISTIC,
+        "xla_gpu_per_fusion_autotune_cache_dir": str(kept.absolute()),
+    }

@@ -5,7 +5,6 @@ resumption. They are imported on demand. Once a run has begun their failures do 
 """
 
 import contextlib
-import functools
 import importlib
 import json
 import math
@@ -13,7 +12,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -28,22 +27,6 @@ RUN_ID_FILE = "wandb_run.json"
 """Keeps Weights & Biases' id of the run in the output folder."""
 
 
-class Place(NamedTuple):
-    """The place of a run on Weights & Biases.
-
-    Attributes:
-        project: None: that of WANDB_PROJECT, or fastjax.
-        entity: owner of the project; None: that of WANDB_ENTITY, or the account's own.
-        tags: of the run.
-    """
-
-    project: str | None = None
-    entity: str | None = None
-    tags: Sequence[str] = ()
-
-
-NOWHERE = Place()
-
 #: Tracker -> its module, which has the name of its package.
 _NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
@@ -52,7 +35,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that cannot be imported, and Weights & Biases without a login.
 
     Args:
-        names: as for `make_trackers`.
+        names: "tensorboard" and "wandb", in any order.
 
     Raises:
         ConfigError: an unknown tracker, one that is not installed, or one that cannot log in.
@@ -69,25 +52,21 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def make_trackers(
-    names: Sequence[str],
     folder: Path,
     run_name: str,
     config: Mapping[str, Any],
     resume_step: int | None = None,
     console: Console | None = None,
-    place: Place = NOWHERE,
 ) -> list[Sink]:
-    """Start trackers, or resume them.
+    """Start the trackers of `output.report_to`, or resume them.
 
     Args:
-        names: "tensorboard" and "wandb", in any order.
         folder: the run's output folder, which exists; TensorBoard's files go into `tensorboard/` in it, and Weights &
             Biases' into `wandb/`.
         run_name: the run's name.
         config: the settings, by section.
         resume_step: the step to resume from; None: a new run.
         console: for the warning when a tracker fails later; None: standard error.
-        place: of the run on Weights & Biases.
 
     Returns:
         A sink for each name.
@@ -95,23 +74,16 @@ def make_trackers(
     Raises:
         ConfigError: a tracker that is not installed, or cannot be started (no login, no network).
     """
-    kinds = {"tensorboard": TensorBoard, "wandb": functools.partial(WeightsAndBiases, place=place)}
-    console = console or Console(stderr=True)
+    kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    console, names = console or Console(stderr=True), config["output"]["report_to"]
     return [Tolerant(kinds[name](folder, run_name, config, resume_step), name, console) for name in names]
 
 
 class TensorBoard:
     """Event files for `tensorboard --logdir`."""
 
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
-        """Open a new event file; with a resume step TensorBoard hides later steps of older files.
-
-        Args:
-            folder: the run's output folder.
-            run_name: the run's name.
-            config: the settings.
-            resume_step: as for `make_trackers`.
-        """
+    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None):
+        """Open a new event file; with a resume step TensorBoard hides later steps of older files."""
         library = _import("tensorboard")
         purge = None if resume_step is None else resume_step + 1
         self._writer = library.SummaryWriter(str(folder / "tensorboard"), purge_step=purge, max_queue=1000)
@@ -139,23 +111,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run on wandb.ai, or on the disk with WANDB_MODE=offline."""
 
-    def __init__(
-        self,
-        folder: Path,
-        run_name: str,
-        config: Mapping[str, Any],
-        resume_step: int | None = None,
-        place: Place = NOWHERE,
-    ):
-        """Start a run, or resume the one of this folder.
-
-        Args:
-            folder: the run's output folder.
-            run_name: the run's name.
-            config: the settings.
-            resume_step: as for `make_trackers`.
-            place: likewise.
-        """
+    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None):
+        """Start a run, or resume the one of this folder."""
+        output = config["output"]
         library = _import("wandb")
         file = folder / RUN_ID_FILE
         run_id = None
@@ -168,9 +126,9 @@ class WeightsAndBiases:
                 stream.write(json.dumps({"id": run_id}).encode())
         try:
             self._run = library.init(
-                project=place.project or os.environ.get("WANDB_PROJECT", "fastjax"),
-                entity=place.entity,
-                tags=list(place.tags) or None,
+                project=output.get("project") or os.environ.get("WANDB_PROJECT", "fastjax"),
+                entity=output.get("entity"),
+                tags=output.get("tags") or None,
                 name=run_name,
                 id=run_id,
                 dir=str(folder),

@@ -1,8 +1,8 @@
 """Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, of 16, or of 8 as in bitsandbytes.
 
 With 16 bits a step updates the moments of matrices in float32, takes the direction from these, and rounds them to
-bfloat16 stochastically: to the nearest, the second one would stand still, because 0.1% of it is below half a unit in
-its last place.
+bfloat16 stochastically (Gupta et al., arXiv 1502.02551): to the nearest, the second one would stand still, because 0.1%
+of it is below half a unit in its last place.
 
 With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, updates them in float32, takes the
 direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
@@ -19,12 +19,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Int
 
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
 from fastjax.training.optimizers.blockwise import BLOCK, Blockwise, block_absmax, dequantize, quantize, zeros
 from fastjax.training.optimizers.groups import stack_dims
-from fastjax.training.optimizers.stochastic import round_stochastically
 
 #: Tensors with fewer elements keep moments of 32 bits (bitsandbytes' min_8bit_size).
 MIN_8BIT_SIZE = 4096
@@ -170,3 +169,35 @@ def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
 def one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:
     """1 - base^count without cancellation: at count 1, 1 - 0.999 in float32 has an error of one in 80,000."""
     return -jnp.expm1(count.astype(jnp.float32) * (math.log(base) if base else -math.inf))
+
+
+def round_stochastically(
+    pair: tuple[Float[Array, "..."], Float[Array, "..."]], draw: Int[Array, ""]
+) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
+    """Of each number one of its two neighbours in bfloat16, the nearer one more often.
+
+    The random bits are a hash of the draw and of the number's place in the last two axes, so that layers in a stack are
+    rounded as they would be by themselves, on any number of devices; its lower half is for the first array, its upper
+    half for the second.
+
+    Args:
+        pair: float32, finite, of one shape.
+        draw: another one gives other random bits.
+    """
+    shape = pair[0].shape
+    rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (len(shape) - 2, len(shape) - 1))
+    noise = _hash((rows * jnp.uint32(shape[-1]) + columns) ^ _hash(draw.astype(jnp.uint32)))
+    return _rounded(pair[0], noise & jnp.uint32(0xFFFF)), _rounded(pair[1], noise >> 16)
+
+
+def _rounded(x: Array, noise: Array) -> Array:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise  # a carry into the upper half rounds up
+    kept = bits & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
+
+
+def _hash(x: Array) -> Array:
+    """A bijection of 32 bits whose results look independent (C. Wellons, "lowbias32", 2018)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -18,7 +18,7 @@ from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.variants import with_checkpointing
-from fastjax.training.determinism import compiler_options
+from fastjax.training.compiled import reproducible
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels import dispatch
 from tests.support import device_steps, families, steps, tiny
@@ -291,7 +291,7 @@ def test_a_deterministic_step_is_the_same_bit_for_bit(name, tmp_path):
             steps.RECORDER,
             model.trainable_filter,
             donate=False,
-            compiler_options=compiler_options(True, tmp_path / "run"),
+            compiler_options=reproducible(True, tmp_path / "run"),
         )
         for _ in range(repeats):
             state, metrics = step(init_state(trainable, steps.RECORDER, jax.random.key(0)), frozen, batch)

@@ -11,11 +11,15 @@ from rich.console import Console
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Tolerant
 from fastjax.training.plain_lines import PlainLines
-from fastjax.training.trackers import Place, check_trackers, make_trackers
+from fastjax.training.trackers import check_trackers, make_trackers
 
 Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 
-CONFIG = {"model": {"model_name": "m", "load_in_4bit": True}}
+
+def config(name, **output):
+    return {"model": {"model_name": "m", "load_in_4bit": True}, "output": {"report_to": [name], **output}}
+
+
 ROWS = [
     {"step": 1, "loss": 2.0, "tokens_per_second": None, "skipped": True},
     {"step": 2, "eval_loss": 1.5},
@@ -44,7 +48,7 @@ def write(sinks, rows=ROWS) -> None:
 
 
 def test_tensorboard(tmp_path):
-    write(make_trackers(["tensorboard"], tmp_path, "a run", CONFIG))
+    write(make_trackers(tmp_path, "a run", config("tensorboard")))
     values = [(event.step, value) for event in events(tmp_path) for value in event.summary.value]
     scalars = [
         (step, value.tag, value.simple_value) for step, value in values if not value.tag.endswith("text_summary")
@@ -63,8 +67,8 @@ def test_tensorboard(tmp_path):
 
 
 def test_tensorboard_goes_on(tmp_path):
-    write(make_trackers(["tensorboard"], tmp_path, "a run", CONFIG))
-    write(make_trackers(["tensorboard"], tmp_path, "a run", CONFIG, resume_step=1), ROWS[1:])
+    write(make_trackers(tmp_path, "a run", config("tensorboard")))
+    write(make_trackers(tmp_path, "a run", config("tensorboard"), resume_step=1), ROWS[1:])
     starts = [event.step for event in events(tmp_path) if event.session_log.status == 1]  # SessionLog.START
     assert starts == [2]
 
@@ -89,9 +93,9 @@ def wandb(monkeypatch):
 
 
 def test_wandb(wandb, tmp_path, monkeypatch):
-    write(make_trackers(["wandb"], tmp_path, "a run", CONFIG))
+    write(make_trackers(tmp_path, "a run", config("wandb")))
     (_, started), *logged, finish = wandb.calls
-    assert (started["project"], started["name"], started["config"]) == ("fastjax", "a run", CONFIG)
+    assert (started["project"], started["name"], started["config"]) == ("fastjax", "a run", config("wandb"))
     assert started["dir"] == str(tmp_path)
     assert finish == ("finish",)
     assert logged == [
@@ -103,10 +107,10 @@ def test_wandb(wandb, tmp_path, monkeypatch):
     ]
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for resume_step in (2, None):
-        write(make_trackers(["wandb"], tmp_path, "a run", CONFIG, resume_step))
+        write(make_trackers(tmp_path, "a run", config("wandb"), resume_step))
     ids = [call[1]["id"] for call in wandb.calls if call[0] == "init"]
     assert ids[0] == ids[1] != ids[2]  # resumed; then a new run in the same folder
-    write(make_trackers(["wandb"], tmp_path, "a run", CONFIG, place=Place("talks", "team", ["first"])))
+    write(make_trackers(tmp_path, "a run", config("wandb", project="talks", entity="team", tags=["first"])))
     places = [(call[1]["project"], call[1]["entity"], call[1]["tags"]) for call in wandb.calls if call[0] == "init"]
     assert places == [*((name, None, None) for name in ("fastjax", "mine", "mine")), ("talks", "team", ["first"])]
 
@@ -121,7 +125,7 @@ def test_wandb_that_cannot_start(wandb, tmp_path):
     with pytest.raises(ConfigError, match=r"output.report_to: wandb .* api_key not configured.*wandb login"):
         check_trackers(["wandb"])  # before the data are read
     with pytest.raises(ConfigError, match=r"output.report_to: wandb .* api_key not configured.*wandb login"):
-        make_trackers(["wandb"], tmp_path, "a run", CONFIG)
+        make_trackers(tmp_path, "a run", config("wandb"))
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
@@ -130,7 +134,7 @@ def test_a_missing_package(name, module, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=rf"output.report_to: {name} needs the package {module}.*pip install {module}"
     ):
-        make_trackers([name], tmp_path, "a run", CONFIG)
+        make_trackers(tmp_path, "a run", config(name))
 
 
 def test_a_failing_tracker_is_told_once():

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
-from fastjax.training.optimizers.adam import scale_by_adam
-from fastjax.training.optimizers.stochastic import round_stochastically
+from fastjax.training.optimizers.adam import round_stochastically, scale_by_adam
 
 
 def test_numbers_go_to_a_neighbour_and_keep_their_mean():
