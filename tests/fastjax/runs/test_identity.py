@@ -90,6 +90,8 @@ def test_what_may_be_another_is_told():
         "the tokenizer or its chat template",
         "data.eval",
     ]
+    with pytest.raises(ConfigError, match="lora.adapter: expected the adapter that the run of c/7 began with, its ref"):
+        check_identity(Path("c/7"), WHOLE, other, holds_start=True)
 
 
 def test_what_is_not_known_is_not_compared():

@@ -101,8 +101,6 @@ def run(tmp_path_factory):
             "output": {"output_dir": str(folder / name), "save_steps": 2},
             "parallel": mesh,
         }
-        if options.get("full_finetuning"):
-            del sections["lora"]
         return fine_tune(config(**sections), resume=resume)
 
     train.folder = folder
@@ -142,22 +140,6 @@ def test_a_run_of_one_device_goes_on_on_eight(run, whole):
     run("spread", 2, ALONE)
     run("spread", 4, {"data": 1, "fsdp": 8}, resume=True)
     assert_equal_to_whole(figures(run.folder / "spread"), whole)
-
-
-@pytest.mark.exhaustive(
-    by="tests/fastjax/parallel/test_exchange.py::test_a_checkpoint_holds_what_is_kept_back_and_a_bad_step_leaves_it"
-)
-def test_a_run_whose_gradients_travel_in_few_bits_goes_on_with_what_was_kept_back(run):
-    mesh, full = {"data": 4, "fsdp": 1, "gradient_exchange": "int8"}, {"full_finetuning": True, "load_in_4bit": False}
-    run("packed", 4, mesh, **full)
-    run("packed in parts", 2, mesh, **full)
-    run("packed in parts", 4, mesh, resume=True, **full)
-    whole, parts = (figures(run.folder / name) for name in ("packed", "packed in parts"))
-    assert [row for row in parts if row[1] is not None] == [row for row in whole if row[1] is not None]
-    with pytest.raises(ConfigError, match="the copies of the model, which hold .*: expected 4, got 2"):
-        run("packed in parts", 6, mesh | {"data": 2}, resume=True, **full)
-    with pytest.raises(ConfigError, match="parallel.gradient_exchange: expected 'int8', got 'int4'"):
-        run("packed in parts", 6, mesh | {"gradient_exchange": "int4"}, resume=True, **full)
 
 
 @pytest.mark.exhaustive("fsdp 8")

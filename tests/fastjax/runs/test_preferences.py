@@ -22,7 +22,11 @@ from fastjax import (
     TrainingSection,
 )
 from fastjax.cli import main
+from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
+from fastjax.language_model.rewards import with_score_head
+from fastjax.runs.opening import open_shapes
+from fastjax.runs.steps import RunShapes, StepRecipe
 from fastjax.training.config import DataSection, LoraSection, ModelSection, TrainConfig
 from fastjax.training.config.preferences import TAKES, WITH_REFERENCE
 from fastjax.training.preferences import LOSSES
@@ -32,27 +36,48 @@ ASSETS = Path(fastjax.__file__).parent / "assets"
 OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 1}
 
 
-def pairs(count, first=0):
-    """The answer to a question, and that to another one."""
+def pairs(count, first=0, margins=False):
+    """The answer to a question, and that to another one; every other pair with a margin."""
     lines = (ASSETS / "tiny-chat" / "train.jsonl").read_text(encoding="utf-8").splitlines()[first : first + count]
     chats = [json.loads(line)["messages"] for line in lines]
-    answers = [chat[-1:] for chat in chats]
-    return [
-        {"prompt": chat[:-1], "chosen": own, "rejected": other}
-        for chat, own, other in zip(chats, answers, answers[1:] + answers[:1], strict=True)
+    found = [
+        {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": other[-1:]}
+        for chat, other in zip(chats, chats[1:] + chats[:1], strict=True)
     ]
+    return [row | ({"margin": 0.5} if margins and number % 2 else {}) for number, row in enumerate(found)]
 
 
 @pytest.fixture(scope="module")
-def model():
-    base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=256, load_in_4bit=True)
+def base():
+    return FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=256, load_in_4bit=True)[0].value
+
+
+@pytest.fixture(scope="module")
+def model(base):
     return FastLanguageModel.get_peft_model(base, r=4).value
 
 
-@pytest.mark.exhaustive(by="tests/fastjax/runs/test_references.py::test_losses_are_those_of_a_reference_in_the_step")
-def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path, capsys):
+@pytest.mark.exhaustive(
+    by="tests/fastjax/runs/test_references.py::test_losses_are_those_of_a_reference_in_the_step, "
+    "tests/fastjax/runs/test_reward_models.py::test_a_run_from_python"
+)
+@pytest.mark.parametrize(
+    ("section", "axes", "shown", "atol"),
+    [
+        ({"loss": "dpo", "beta": 0.2}, {"data": 2, "fsdp": 1}, "step 1/4: loss 0.6931  margin 0  accuracy 0%", 1e-5),
+        (
+            {"loss": "reward", "center_rewards_coefficient": 0.01},
+            {"data": 1, "fsdp": 2},
+            "print(model.rewards([said]))",
+            1e-4,
+        ),
+    ],
+    ids=["dpo", "reward"],
+)
+def test_a_run_of_the_command_line_and_a_resumed_one_from_python(base, tmp_path, capsys, section, axes, shown, atol):
     """Float32, whose sums over two devices have another order."""
-    rows, held_out = pairs(12), pairs(4, first=12)
+    rewards = section["loss"] == "reward"
+    rows, held_out = pairs(12, margins=rewards), pairs(4, first=12, margins=rewards)
     for name, found in (("train", rows), ("eval", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
     content = {
@@ -63,18 +88,22 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
         },
         "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "cache_dir": None},
         "lora": {"r": 4},
-        "preferences": {"loss": "dpo", "beta": 0.2},
+        "preferences": section,
         "training": {"per_device_train_batch_size": 1, "max_steps": 4, "eval_steps": 2, "logging_steps": 1},
         "optimizer": OPTIMIZER,
-        "parallel": {"data": 2, "fsdp": 1},
+        "parallel": axes,
         "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    assert main(["preview", str(tmp_path / "run.yaml")]) == 0
-    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    command = ["train", "--config", str(tmp_path / "run.yaml")]
+    assert main(["preview", *command[1:]]) == 0 and main(command) == 0
     said = capsys.readouterr().out
-    assert "document 1 (chosen): " in said and "document 2 (rejected): " in said
-    assert "step 1/4: loss 0.6931  margin 0  accuracy 0%" in said and "rewards/margins" in said
+    assert "document 1 (chosen): " in said and "document 2 (rejected): " in said and shown in said
+    assert main([*command, "--resume"]) == 0 and "nothing is left to do" in capsys.readouterr().out
+    config = parse_train_config(command[1:])
+    shapes = RunShapes(StepRecipe(config, 3, documents_per_row=6), open_shapes(config))
+    assert {array.shape for array in shapes.batch.extra.values()} == {(1, 1, 6)}
+    shapes.step("full")[0].trace(*shapes.step("full")[1])
 
     class Stopped(Exception):
         pass
@@ -87,25 +116,25 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
         OutputSection(str(tmp_path / "python"), save_steps=2),
         TrainingSection(per_device_train_batch_size=2, max_steps=4, eval_steps=2),
         OptimizerConfig(**OPTIMIZER),
-        PreferencesSection("dpo", beta=0.2),
+        PreferencesSection(**section),
     )
     data = {"train_dataset": rows, "eval_dataset": held_out, "settings": settings, "console": Console(quiet=True)}
+    model = FastLanguageModel.get_peft_model(with_score_head(base) if rewards else base, r=4).value
     with pytest.raises(Stopped):
         Trainer(model, callbacks=[stop], **data).train()
-    other = dataclasses.replace(settings, preferences=PreferencesSection("ipo"))
-    with pytest.raises(ConfigError, match="preferences.loss: expected 'dpo', got 'ipo'"):
-        Trainer(model, **data | {"settings": other}).train(resume=True)
-    trainer = Trainer(model, **data)
-    trainer.train(resume=True)
+    if not rewards:
+        other = dataclasses.replace(settings, preferences=PreferencesSection("ipo"))
+        with pytest.raises(ConfigError, match="preferences.loss: expected 'dpo', got 'ipo'"):
+            Trainer(model, **data | {"settings": other}).train(resume=True)
+    Trainer(model, **data).train(resume=True)
     ours, theirs = metrics(tmp_path / "python"), metrics(tmp_path / "command")
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2, 2, 3, 4, 4]
-    assert ours[0]["loss"] == pytest.approx(math.log(2)) and ours[0]["rewards/margins"] == 0
-    assert ours[-2]["loss"] < 0.68 and ours[-2]["rewards/margins"] > 0.05
     assert {"eval_loss", "eval_rewards/accuracies"} <= set(ours[-1]) and "eval_perplexity" not in ours[-1]
+    assert rewards or ours[-2]["loss"] < 0.68 and ours[-2]["rewards/margins"] > 0.05
     for one, two in zip(ours, theirs, strict=True):
         names = [name for name in one if name.partition("/")[0].endswith(("loss", "rewards", "logps", "grad_norm"))]
-        assert len(names) > 6
-        np.testing.assert_allclose([one[name] for name in names], [two[name] for name in names], rtol=1e-3, atol=1e-5)
+        assert len(names) > 5 and rewards != any("logps" in name for name in names)
+        np.testing.assert_allclose([one[name] for name in names], [two[name] for name in names], rtol=1e-3, atol=atol)
 
 
 def test_the_reference_is_what_training_begins_with(model):

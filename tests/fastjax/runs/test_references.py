@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,34 +82,6 @@ def test_losses_are_those_of_a_reference_in_the_step(run, tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
     adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("within", "before")]
     assert len({adapter.stat().st_size for adapter in adapters}) == 1
-
-
-@pytest.mark.exhaustive(
-    by="tests/fastjax/training/preferences/test_losses.py::test_a_reference_that_training_begins_with"
-)
-def test_an_adapter_to_start_from_is_the_reference(run, tmp_path):
-    """In the step, computed before, and resumed: none but the adapter's own start will do."""
-    content, start = run.content, tmp_path / "start"
-    content["training"] |= {"max_steps": 3, "eval_steps": 3}
-    run()
-    shutil.copytree(tmp_path / "within" / "adapter", start)
-    content["lora"], content["output"]["output_dir"] = {"adapter": str(start)}, str(tmp_path / "whole")
-    run()
-    whole = metrics(tmp_path / "whole")
-    assert whole[0]["loss"] == pytest.approx(math.log(2)) and whole[0]["rewards/margins"] == 0
-    assert whole[0]["logps/chosen"] != metrics(tmp_path / "within")[0]["logps/chosen"]
-    content["output"]["output_dir"], content["preferences"]["precompute_ref_log_probs"] = str(tmp_path / "before"), True
-    run("--training.max_steps", "2", "--training.eval_steps", "2")
-    run("--resume")
-    before = {(row["step"], "loss" in row): row for row in metrics(tmp_path / "before")}
-    for row in whole:
-        names = [name for name in row if name.removeprefix("eval_").startswith(("loss", "rewards", "logps"))]
-        ours, theirs = ([each[name] for name in names] for each in (before[row["step"], "loss" in row], row))
-        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
-    shutil.copy(tmp_path / "whole" / "adapter" / "adapter_model.safetensors", start)
-    (tmp_path / "before" / "adapter" / "adapter_config.json").unlink()  # the result is made again
-    said = run("--resume", status=2)
-    assert "lora.adapter: expected the adapter that the run of" in said and "got one with other weights" in said
 
 
 def test_what_is_kept(tmp_path):

@@ -1,11 +1,10 @@
-"""Runs that train reward models: of the command line on two devices, from Python and resumed; what is refused."""
+"""Runs that train reward models from Python; what their folders hold, and what is refused."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 
 import fastjax
@@ -25,31 +24,18 @@ from fastjax import (
     Trainer,
     TrainerSettings,
 )
-from fastjax.cli import main
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
 from fastjax.language_model.logits import logits
 from fastjax.language_model.rewards import rewards, with_score_head
 from fastjax.language_model.saving import save_pretrained, save_pretrained_gguf
-from fastjax.runs.opening import open_model, open_shapes
-from fastjax.runs.steps import RunShapes, StepRecipe
+from fastjax.runs.opening import open_model
+from tests.fastjax.runs.test_preferences import pairs
 from tests.support.runs import metrics
 
 TINY = Path(fastjax.__file__).parent / "assets" / "tiny-llama"
-ANSWERS = TINY.parent / "tiny-chat" / "train.jsonl"
 SHARED = {"max_steps": 3, "per_device_train_batch_size": 2, "eval_steps": 2, "logging_steps": 1}
-
-
-def ranked(count, first=0):
-    """The answer to a question, and that to another one; every other pair with a margin."""
-    lines = ANSWERS.read_text(encoding="utf-8").splitlines()[first : first + count]
-    chats = [json.loads(line)["messages"] for line in lines]
-    found = [
-        {"prompt": chat[:-1], "chosen": chat[-1:], "rejected": other[-1:]}
-        for chat, other in zip(chats, chats[1:] + chats[:1], strict=True)
-    ]
-    return [{**row, "margin": 0.5} if number % 2 else row for number, row in enumerate(found)]
 
 
 @pytest.fixture(scope="module")
@@ -75,74 +61,15 @@ def folders(model, base, tmp_path_factory):
 def test_a_run_from_python(model, tmp_path):
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 1}
     args = RewardConfig(output_dir=str(tmp_path), max_length=None, eval_strategy="steps", **optimizer, **SHARED)
-    trainer = RewardTrainer(model, args=args, train_dataset=ranked(12), eval_dataset=ranked(4, first=12))
+    trainer = RewardTrainer(
+        model, args=args, train_dataset=pairs(12, margins=True), eval_dataset=pairs(4, 12, margins=True)
+    )
     trainer.train()
     found = metrics(tmp_path)
     assert [row["step"] for row in found] == [1, 2, 2, 3, 3]
     assert {"eval_loss", "eval_rewards/accuracies"} <= set(found[-1]) and "eval_perplexity" not in found[-1]
     assert {"loss", "rewards/margins", "rewards/mean", "grad_norm"} <= set(found[0])
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
-    assert np.abs(written - np.asarray(model.trainable["score"]["weight"])).max() > 1e-3
-
-
-@pytest.mark.exhaustive(by="test_a_run_from_python")
-def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path, capsys):
-    """Float32, whose sums over two devices have another order."""
-    rows, held_out = ranked(12), ranked(4, first=12)
-    for name, found in (("train", rows), ("eval", held_out)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
-    content = {
-        "model": {"model_name": str(TINY), "max_seq_length": 256, "use_gradient_checkpointing": "full"},
-        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "cache_dir": None},
-        "lora": {"r": 4},
-        "preferences": {"loss": "reward", "center_rewards_coefficient": 0.01},
-        "training": {**SHARED, "per_device_train_batch_size": 1, "seed": 42},
-        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 1},
-        "parallel": {"data": 1, "fsdp": 2},
-        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    command = ["train", "--config", str(tmp_path / "run.yaml")]
-    assert main(["preview", str(tmp_path / "run.yaml")]) == 0 and main(command) == 0
-    said = capsys.readouterr().out
-    assert "document 1 (chosen): " in said and "step 3/3: loss " in said and "print(model.rewards([said]))" in said
-    assert main([*command, "--resume"]) == 0 and "nothing is left to do" in capsys.readouterr().out
-    config = parse_train_config(["--config", str(tmp_path / "run.yaml")])
-    shapes = RunShapes(StepRecipe(config, 3, documents_per_row=6), open_shapes(config))
-    assert shapes.batch.extra["margins"].shape == shapes.batch.extra["roles"].shape == (1, 1, 6)
-    shapes.step("full")[0].trace(*shapes.step("full")[1])
-
-    class Stopped(Exception):
-        pass
-
-    def stop(event):
-        if event.name == "step" and event.step == 3:
-            raise Stopped
-
-    args = RewardConfig(
-        output_dir=str(tmp_path / "python"),
-        max_length=None,
-        learning_rate=3e-3,
-        warmup_steps=1,
-        center_rewards_coefficient=0.01,
-        packing=True,
-        eval_strategy="steps",
-        save_steps=2,
-        **SHARED,
-    )
-    data = {"args": args, "train_dataset": rows, "eval_dataset": held_out}
-    with pytest.raises(Stopped):
-        RewardTrainer(model, callbacks=[stop], **data).train()
-    trainer = RewardTrainer(model, **data)
-    trainer.train(resume_from_checkpoint=True)
-    ours, theirs = (metrics(tmp_path / name) for name in ("python", "command"))
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2, 2, 3, 3]
-    assert {"eval_loss", "eval_rewards/accuracies"} <= set(ours[-1]) and "eval_perplexity" not in ours[-1]
-    for one, two in zip(ours, theirs, strict=True):
-        names = [name for name in one if name.partition("/")[0].endswith(("loss", "rewards", "grad_norm"))]
-        assert len(names) > 5 and not any(name.startswith("logps") for name in names)
-        np.testing.assert_allclose([one[name] for name in names], [two[name] for name in names], rtol=1e-3, atol=1e-4)
-    written = load_file(tmp_path / "command" / "adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert np.abs(written - np.asarray(model.trainable["score"]["weight"])).max() > 1e-3
 
 

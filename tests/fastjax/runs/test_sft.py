@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import fastjax
-from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
+from fastjax import (
+    FastLanguageModel,
+    OptimizerConfig,
+    SFTConfig,
+    SFTTrainer,
+    get_chat_template,
+    train_on_responses_only,
+)
 from fastjax.data import NAMED_TEMPLATES, load_tokenizer
 from fastjax.errors import ConfigError, DataError
 
@@ -42,61 +49,46 @@ def loaded():
     return model, tokenizer
 
 
-@pytest.mark.exhaustive(by="tests/fastjax/test_notebooks.py::test_it_runs")
 def test_a_notebook_s_cells(loaded, tmp_path, capsys):
-    """Conversations, answers alone, saved in three ways, generated from."""
+    """What Unsloth's and TRL's names of a run become."""
     model, tokenizer = loaded
     model.print_trainable_parameters()
-    said = capsys.readouterr().out
     trained, every = model.num_parameters()
-    assert (
-        said == f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}\n"
-    )
-    trainer = SFTTrainer(
-        model=model,
-        tokenizer=tokenizer,
-        train_dataset=rows(),
-        max_seq_length=128,
-        dataset_num_proc=2,
-        packing=True,
-        args=SFTConfig(
-            per_device_train_batch_size=2,
-            max_steps=2,
-            learning_rate=2e-4,
-            output_dir=str(tmp_path / "out"),
-            embedding_learning_rate=1e-5,
-            optim="adamw_8bit",
-        ),
-    )
+    said = f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}\n"
+    assert capsys.readouterr().out == said
+    args = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 2e-4, "embedding_learning_rate": 1e-5}
+    args = SFTConfig(output_dir=str(tmp_path / "out"), optim="adamw_8bit", **args)
+    data = {"train_dataset": rows(), "max_seq_length": 128, "dataset_num_proc": 2, "packing": True}
+    trainer = SFTTrainer(model=model, tokenizer=tokenizer, args=args, **data)
     whole = trainer._trainer.config
     trainer = train_on_responses_only(trainer, instruction_part="<|user|>", response_part="<|assistant|>")
     answers = trainer._trainer.config
     assert (whole.data.loss_on, answers.data.loss_on, whole.data.packing) == ("all", "responses", True)
     assert (answers.model.max_seq_length, answers.model.use_gradient_checkpointing) == (128, "offload")
-    assert (answers.optimizer.name, answers.optimizer.learning_rate, answers.training.max_steps) == (
-        "adamw_8bit",
-        2e-4,
-        2,
+    expected = OptimizerConfig(
+        name="adamw_8bit",
+        learning_rate=2e-4,
+        embedding_learning_rate=1e-5,
+        lr_scheduler_type="linear",
+        warmup_ratio=0.0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
     )
-    assert answers.optimizer.embedding_learning_rate == 1e-5
-    assert answers.optimizer.lr_scheduler_type == "linear" and answers.output.save_steps == 500
-    trainer.train()
-    model = FastLanguageModel.for_inference(trainer.model)
-    assert len(model.generate(["Record: Ben bought 9 red pens for 2 coins each."], max_new_tokens=3)) == 1
-    for method, file in (
-        ("merged_16bit", "model.safetensors"),
-        ("merged_4bit", "model.safetensors"),
-        ("lora", "adapter_model.safetensors"),
-    ):
-        folder = model.save_pretrained_merged(str(tmp_path / method), tokenizer, save_method=method)
-        assert (folder / file).is_file() and (folder / "tokenizer.json").is_file()
-    again, _ = FastLanguageModel.from_pretrained(tmp_path / "lora", 128)  # and the base that it names
+    assert answers.optimizer == expected and (answers.training.max_steps, answers.output.save_steps) == (2, 500)
+
+
+def test_what_is_saved_by_their_methods(loaded, tmp_path):
+    loaded[0].save_pretrained_merged(str(tmp_path), loaded[1], save_method="lora")
+    for method in ("merged_16bit", "merged_4bit"):
+        folder = loaded[0].save_pretrained_merged(str(tmp_path / method), loaded[1], save_method=method)
+        assert (folder / "model.safetensors").is_file() and (folder / "tokenizer.json").is_file()
+    again, _ = FastLanguageModel.from_pretrained(tmp_path, 128)  # and the base that it names
     assert again.lora is not None and again.lora.r == 4 and again.folder == ASSETS / "tiny-llama"
-    jax.tree.map(np.testing.assert_array_equal, again.trainable, model.trainable)
-    file = tmp_path / "lora" / "adapter_config.json"
+    jax.tree.map(np.testing.assert_array_equal, again.trainable, loaded[0].trainable)
+    file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: expected the base's folder or name, got none"):
-        FastLanguageModel.from_pretrained(tmp_path / "lora", 128)
+        FastLanguageModel.from_pretrained(tmp_path, 128)
 
 
 def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
