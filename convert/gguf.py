@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from convert.errors import ConvertError, unexpected
 from convert.finite import is_finite, nonfinite
 from convert.gguf_architecture import hyper_parameters
 from convert.gguf_vocabulary import read_vocabulary
-from convert.model.paths import EMBEDDING, HEAD, SCORE
+from convert.model.paths import EMBEDDING, HEAD
 from convert.model.spec import VECTORS, WeightSpec
 from convert.output import write_files
 from convert.quantization_aware import QuantizationAware
-from convert.quantize import modules_named
+from convert.quantize import modules_named, refuse_scored
 from convert.shard import Job, Monitor, Part
 from convert.source import fingerprint
 from convert.tensor_file import Layout, TensorInfo
@@ -101,28 +101,17 @@ def export_gguf(
     if file.is_dir():
         raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
-    if f"{SCORE}.weight" in weights.specs:
-        raise ConvertError(
-            f"{source}: expected a model with logits, got one with a score in their place (a reward model)"
-        )
-    plan = _Plan(gguf, weights, type, modules_named(weights, skip))
-    trained = QuantizationAware.read(weights.checkpoint.folder)
-    if trained is not None and plan.type.name not in _FLOATS:
-        where = weights.checkpoint.folder.name
-        plan.notes += [f"{where} was {each}" for each in trained.differences(type, trained.activations, skip)]
+    refuse_scored(weights)
+    plan = _Plan(gguf, weights, type, skip)
     header = _header(gguf, plan, read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer))
     sizes = plan.sizes()
     jobs = [plan.job(name, size, allow_nonfinite) for name, size in sizes.items()]
     layout = _lay_out(place, header, sizes, gguf.GGUF_DEFAULT_ALIGNMENT)
+    settings = [type, list(skip), pre_tokenizer, allow_nonfinite]
     made = write_files(
         Unfinished(place, file=True),
         {place.name: (layout, jobs)},
-        {
-            "source": fingerprint(source),
-            "format": _FORMAT,
-            "settings": [type, list(skip), pre_tokenizer, allow_nonfinite],
-            "header": zlib.crc32(header),
-        },
+        {"source": fingerprint(source), "format": _FORMAT, "settings": settings, "header": zlib.crc32(header)},
         finish=lambda folder: None,
         force=force,
         allow=True,  # of the values, which `_Plan` checks
@@ -174,8 +163,8 @@ def require_gguf() -> Any:
 class _Plan:
     """Type and source of each tensor in the file, and the model's metadata."""
 
-    def __init__(self, gguf: Any, weights: Weights, type: str, skipped: Set[str] = frozenset()):
-        self.gguf, self.weights, self.skipped = gguf, weights, skipped
+    def __init__(self, gguf: Any, weights: Weights, type: str, skip: Sequence[str]):
+        self.gguf, self.weights, self.skipped = gguf, weights, modules_named(weights, skip)
         self.file = weights.checkpoint.folder / CONFIG
         found = hyper_parameters(weights.family, weights.checkpoint.config, str(self.file))
         self.found, self.notes = found, list(found.notes)
@@ -195,6 +184,10 @@ class _Plan:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
             shape = row.shape[1:] if row.kind == "gate" else row.shape  # a vector there
             self.tensors[name] = row, self._type_of(row), shape
+        trained = QuantizationAware.read(self.file.parent)
+        if trained is not None and self.type.name not in _FLOATS:
+            differences = trained.differences(type, trained.activations, skip)
+            self.notes += [f"{self.file.parent.name} was {each}" for each in differences]
 
     def add_metadata(self, writer: Any) -> None:
         gguf = self.gguf

@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
         "model",
         config.get("model_type"),
         None if weights is None else sum(math.prod(row.shape) for row in weights.specs.values()),
-        _stored(checkpoint) if weights is None else _formats(weights),
+        _formats(checkpoint, weights),
         len({info.file for info in checkpoint.tensors.values()}),
         None if weights is None or f"{SCORE}.weight" in weights.specs else f"{HEAD}.weight" not in weights.specs,
         count_tokens(folder),
@@ -103,6 +102,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
 
 
 def _adapter(folder: Path) -> Inspection:
+    tokens, template = count_tokens(folder), _has_template(folder)
     problems = []
     for family in FAMILIES.values():  # adapters do not name their family
         try:
@@ -111,55 +111,42 @@ def _adapter(folder: Path) -> Inspection:
         except ConvertError as error:
             problems.append(str(error))
     else:
-        empty = Inspection(folder, "adapter", None, None, {}, 0, None, count_tokens(folder), _has_template(folder), {},
-                           {}, (problems[0],))  # fmt: skip
-        return empty
-    counts = Counter(info.dtype for info in adapter.stored.values())
-    sizes = {dtype: sum(i.nbytes for i in adapter.stored.values() if i.dtype == dtype) for dtype in counts}
-    names = (
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "use_dora",
-        "target_modules",
-        "target_parameters",
-        "modules_to_save",
-        "revision",
-    )
-    values = {name: getattr(adapter.config, name) for name in names}
+        return Inspection(folder, "adapter", None, None, {}, 0, None, tokens, template, {}, {}, (problems[0],))
+    stored = adapter.stored.values()
+    names = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
+    settings = {name: getattr(adapter.config, name) for name in (*names, "revision")}
     return Inspection(
         folder,
         "adapter",
         adapter.config.base_model_name_or_path,
-        sum(math.prod(info.shape) for info in adapter.stored.values()),
-        {dtype: (count, sizes[dtype]) for dtype, count in counts.items()},
+        sum(math.prod(info.shape) for info in stored),
+        _totals((info.dtype, info.nbytes) for info in stored),
         1,
         None,
-        count_tokens(folder),
-        _has_template(folder),
+        tokens,
+        template,
         {},
-        {name: value for name, value in values.items() if value not in (None, False)},
+        {name: value for name, value in settings.items() if value not in (None, False)},
         (),
     )
 
 
-def _formats(weights: Weights) -> dict[str, tuple[int, int]]:
+def _formats(checkpoint: Checkpoint, weights: Weights | None) -> dict[str, tuple[int, int]]:
+    """Formats of the weights; for an unknown family dtypes."""
+    if weights is None:
+        parts = (name.endswith(nf4.QUANT_STATE) for name in checkpoint.tensors)
+        kinds = zip(checkpoint.tensors.values(), parts, strict=True)
+        return _totals((f"nf4 parts ({i.dtype})" if part else i.dtype, i.nbytes) for i, part in kinds)
+    sizes = {name: sum(checkpoint.info(part).nbytes for part in weights.stored_names(name)) for name in weights.tensors}
+    return _totals((weights.tensor_format(name).name, size) for name, size in sizes.items())
+
+
+def _totals(tensors: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Format -> its tensors and their bytes."""
     found: dict[str, tuple[int, int]] = {}
-    for tensor in weights.tensors:
-        kind = weights.tensor_format(tensor).name
-        size = sum(weights.checkpoint.info(name).nbytes for name in weights.stored_names(tensor))
+    for kind, size in tensors:
         count, total = found.get(kind, (0, 0))
         found[kind] = count + 1, total + size
-    return found
-
-
-def _stored(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Formats by dtype, for an unknown family."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, info in checkpoint.tensors.items():
-        kind = f"nf4 parts ({info.dtype})" if name.endswith(nf4.QUANT_STATE) else info.dtype
-        count, total = found.get(kind, (0, 0))
-        found[kind] = count + 1, total + info.nbytes
     return found
 
 

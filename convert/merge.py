@@ -5,29 +5,23 @@ Tensors that the adapter leaves alone are copied byte for byte where their forma
 family's table ignores, such as a vision tower.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Unpack
 
 from convert.adapters import Adapter, open_adapter
-from convert.blocks import Blocks, copied
 from convert.card import write_card
-from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
-from convert.derived import derived_tensors, served_together, tensor_blocks
+from convert.checkpoint import CONFIG, write_config
+from convert.conversion import Conversion
 from convert.errors import unexpected
-from convert.formats import FLOATS, FORMATS, WRITERS, Values, Writer
+from convert.formats import FLOATS, WRITERS
 from convert.generation_config import add_ends, end_tokens, missing_ends
-from convert.model.paths import HEAD, TABLES
-from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
-from convert.model.tensors import TensorSpec
-from convert.output import Job, Monitor, Written, write_folder
-from convert.plan_merge import Changes, changes
+from convert.model.spec import QUANTIZED
+from convert.output import WriteOptions, Written, write_folder
+from convert.plan_merge import changes
 from convert.quantization_aware import QuantizationAware
 from convert.quantize import loading_note, modules_named, writer_for
 from convert.saving import copy_side_files
@@ -36,6 +30,8 @@ from convert.trained_over import base_notes, held_as
 from convert.weights import Weights, open_weights
 
 DTYPES = (*FLOATS, *WRITERS)
+#: Setting of a quantised dtype -> its absence.
+_NOTHING = {"skip": "no module", "activations": "none"}
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,7 @@ def merge(
     unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
     recipe: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    force: bool = False,
-    allow_nonfinite: bool = False,
-    monitor: Monitor | None = None,
+    **write: Unpack[WriteOptions],
 ) -> Merged:
     """Write a model folder with an adapter merged into its base.
 
@@ -97,11 +90,7 @@ def merge(
             otherwise than PEFT.
         config: Contents of config.json in place of the base's.
         recipe: How the adapter was trained, in Markdown, for the model card.
-        max_shard_bytes: A shard is closed before it would grow beyond this.
-        force: Replace a model folder that is there.
-        allow_nonfinite: Write NaN and infinity, and report them, instead of refusing; a matrix that becomes NF4 is
-            refused with any.
-        monitor: Called with the bytes done and the bytes to do.
+        write: As of `convert.output.write_folder`; a matrix that is quantised is refused with any NaN or infinity.
 
     Returns:
         The result. The folder has the base's config, generation config (with the ends that the adapter's names too),
@@ -113,233 +102,143 @@ def merge(
             taken; the message names file and tensor.
         OSError: The disk has no room, …; the place is as it was.
     """
+    _check_options(folder, dtype, base_in_nf4, {"skip": list(skip), "activations": activations})
+    check_apart(folder, base, adapter)
+    weights, allow = open_weights(base), write.get("allow_nonfinite", False)
+    experts = {"specs": weights.specs.values(), "unsloth_expert_layout": unsloth_expert_layout}
+    opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow, **experts)
+    merging = _Merge(Path(folder), weights, opened, dtype, base_in_nf4, skip, activations, config, recipe)
+    return merging.write({"unsloth_expert_layout": unsloth_expert_layout}, **write)
+
+
+def _check_options(
+    folder: str | os.PathLike[str], dtype: str | None, base_in_nf4: bool, quantised: Mapping[str, Any]
+) -> None:
+    """Refuse an unknown dtype, and settings of a quantised one beside another."""
     if dtype is not None and dtype not in DTYPES:
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
-    given = {"skip": ("no module", list(skip)), "activations": ("none", activations)}
-    for name, (nothing, value) in given.items():
+    for name, value in quantised.items():
         if value and dtype not in WRITERS and not (name == "skip" and base_in_nf4):
-            raise unexpected(folder, name, f"{nothing}, unless dtype is one of {', '.join(WRITERS)}", value)
-    check_apart(folder, base, adapter)
-    weights = open_weights(base)
-    opened = open_adapter(
-        adapter,
-        family=weights.family,
-        specs=weights.specs.values(),
-        unsloth_expert_layout=unsloth_expert_layout,
-        allow_nonfinite=allow_nonfinite,
-    )
-    kept = modules_named(weights, skip)
-    found = changes(weights, opened, base_in_nf4=base_in_nf4, kept=kept)
-    if found.scored and dtype in WRITERS:
-        raise unexpected(
-            folder, "dtype", f"one of {', '.join(FLOATS)} for a model with a score in place of logits", dtype
-        )
-    trained = QuantizationAware.read(opened.folder)
-    writer = writer_for(dtype, activations, trained, folder) if dtype in WRITERS else None
-    plan = _Plan(weights, found, dtype, writer, kept)
-    for name, (nothing, value) in given.items():
-        if value and plan.packed:
-            raise unexpected(folder, name, f"{nothing} of a base that is in {dtype} already", value)
-    jobs = list(plan.jobs())
-    new_config = _new_config(weights, found, plan, config)
-    notes = _notes(weights, opened, found, base_in_nf4, kept)
-    notes += [note for note in [loading_note(weights.family, dtype)] if note is not None]
-    ends = missing_ends(weights.checkpoint.folder, end_tokens(opened.folder))
-    if ends:
-        notes.append(f"generation_config.json names {', '.join(map(str, ends))} too, at which learnt answers end")
-    if trained is not None and dtype is not None and writer is not None and not plan.packed:
-        notes += [f"{opened.folder.name} was {each}" for each in trained.differences(dtype, writer.activations, skip)]
-
-    def finish(place: Path) -> None:
-        copy_side_files(weights.checkpoint.folder, place)
-        _copy_tokenizer(opened.folder, weights.checkpoint.folder, place)
-        if ends:
-            add_ends(place, ends, weights.checkpoint.folder)
-        if new_config is None:
-            shutil.copyfile(weights.checkpoint.folder / CONFIG, place / CONFIG)
-        else:
-            write_config(place / CONFIG, new_config)
-        if trained is not None and writer is None:
-            trained.write(place)
-        write_card(place, weights.checkpoint, opened, dtype=dtype, base_in_nf4=base_in_nf4, notes=notes, recipe=recipe)
-        open_weights(place)
-
-    made_from = {
-        "base": fingerprint(base),
-        "adapter": fingerprint(adapter),
-        "settings": [
-            *(dtype, base_in_nf4, list(skip), writer and writer.activations),
-            *(unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe),
-        ],
-        "config": new_config,
-    }
-    written = write_folder(
-        folder,
-        jobs,
-        made_from=json.loads(json.dumps(made_from)),
-        finish=finish,
-        max_shard_bytes=max_shard_bytes,
-        force=force,
-        allow_nonfinite=allow_nonfinite,
-        monitor=monitor,
-    )
-    return Merged(written, plan.changed, plan.copied, found.untied, found.vocabulary, tuple(notes))
+            expected = f"{_NOTHING[name]}, unless dtype is one of {', '.join(WRITERS)}"
+            raise unexpected(folder, name, expected, value)
 
 
-class _Plan:
-    """The job of each tensor of the base."""
+class _Merge:
+    """A merge with all that it is made from: the tensors, config.json, and the sentences about it."""
 
-    def __init__(self, weights: Weights, found: Changes, dtype: str | None, writer: Writer | None, skipped: set[str]):
-        self.weights, self.found, self.dtype, self.writer, self.skipped = weights, found, dtype, writer, skipped
-        self.changed = self.copied = 0
-        #: Of matrices: whether the base has any in the scheme that is asked for, and keeps the others as they are.
-        self.packed = dtype in WRITERS and any(weights.scheme(name) == dtype for name in weights.tensors)
-        self.together = served_together(weights, apart=self.apart) if dtype in WRITERS else {}
-        #: Of the first packed tensor: what wrote it, and what it decodes to.
-        self.written: tuple[Writer, np.dtype] | None = None
-        self.unpacked: list[str] = []  # paths of the layers' other matrices
-
-    @property
-    def apart(self) -> bool:
-        """Whether each expert gets tensors of its own."""
-        return self.dtype in WRITERS and not self.packed
-
-    def jobs(self) -> Iterator[Job]:
-        """In the order of the base's files."""
-        weights = self.weights
-        stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
-        for name, tensor, place in derived_tensors(weights, apart=self.apart):
-            if self.found.scored and (name if tensor is None else tensor.weights[0].path) == f"{HEAD}.weight":
-                continue  # of logits
-            if tensor is not None and place is not None:
-                yield self._job(tensor, place)
-                continue
-            rule = weights.family.ignores(name, weights.checkpoint.config, weights.checkpoint.folder / CONFIG)
-            if rule is not None and rule.same_as is not None and stale:
-                continue  # a copy of a table that has changed
-            self.copied += 1
-            yield copied(weights.checkpoint, [name])
-        for path, change in self.found.tensors.items():
-            if path not in weights.specs:  # the head that is no longer tied, or the score in its place
-                self.changed += 1
-                yield self._written(
-                    change.name, change.shape, self._target(change.dtype), change.values(path, None), None
-                )
-
-    def _job(self, tensor: TensorSpec, place: TensorSpec) -> Job:
-        """A tensor of the base in its place."""
-        weights, spec = self.weights, place.weights[0]
-        form, decoded = weights.tensor_format(tensor.name), weights.tensor_dtype(tensor.name)
-        target = decoded if spec.kind in UNCAST else self._target(decoded)
-        into = self._writer(tensor)
-        if spec.kind in MODULES and into is None:
-            self.unpacked += [part.path for part in place.weights]
-        changes = [self.found.tensors.get(part.path) for part in place.weights]
-        peers = self._peers(place, into)
-        self.changed, self.copied = self.changed + any(changes), self.copied + (not any(changes))
-        if not any(changes) and not any(part.path in self.found.tensors for peer in peers for part in peer.weights):
-            if into is not None and self.packed:
-                self.written = self.written or (into, decoded)
-                return copied(weights.checkpoint, weights.stored_names(tensor.name))
-            if into is None and form.name == target.name and place.name == tensor.name:
-                return copied(weights.checkpoint, weights.stored_names(tensor.name))
-        shape = next((change.shape for change in changes if change and tensor.layout == WHOLE), place.shape)
-        return self._written(place.name, shape, target, tensor_blocks(place, self._values), into, peers)
-
-    def _writer(self, tensor: TensorSpec) -> Writer | None:
-        """What packs a tensor of the base; None: it stays plain, or as it is."""
-        if not self.packed:
-            spec = tensor.weights[0]
-            return self.writer if spec.kind in QUANTIZED and spec.path not in self.skipped else None
-        if self.weights.scheme(tensor.name) != self.dtype:
-            return None
-        form = self.weights.tensor_format(tensor.name)
-        return form if form.writable else self.writer  # a variant of the base's own
-
-    def _peers(self, place: TensorSpec, writer: Writer | None) -> list[TensorSpec]:
-        """The other matrices whose values a matrix's scale depends on."""
-        together = self.together.get(place.name, ()) if writer is not None and writer.whole else ()
-        return [peer for peer in together if peer.name != place.name and self._writer(peer) is not None]
-
-    def _values(self, path: str, expert: int | None) -> Blocks:
-        change = self.found.tensors.get(path)
-        return self.weights.blocks(path, expert) if change is None else change.values(path, expert)
-
-    def _written(
+    def __init__(
         self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        blocks: Blocks,
-        into: Writer | None,
-        peers: Sequence[TensorSpec] = (),
-    ) -> Job:
-        """A tensor of values that decode to `dtype`, packed `into` a format or plain."""
-        if into is not None:
-            self.written = self.written or (into, dtype)
-        writer = into or FORMATS[dtype.name]
-        others = [tensor_blocks(peer, self._values) for peer in peers]
-        return writer.job(Values(self.weights.checkpoint.folder, name, blocks, shape, dtype, others))
+        folder: Path,
+        weights: Weights,
+        adapter: Adapter,
+        dtype: str | None,
+        base_in_nf4: bool,
+        skip: Sequence[str],
+        activations: str | None,
+        config: Mapping[str, Any] | None,
+        recipe: str | None,
+    ):
+        self.folder, self.weights, self.adapter, self.recipe = folder, weights, adapter, recipe
+        self.dtype, self.base_in_nf4, self.skip = dtype, base_in_nf4, skip
+        self.base, scheme = weights.checkpoint.folder, dtype if dtype in WRITERS else None
+        self.skipped = modules_named(weights, skip)
+        self.changes = changes(weights, adapter, base_in_nf4=base_in_nf4, kept=self.skipped)
+        if self.changes.scored and scheme is not None:
+            expected = f"one of {', '.join(FLOATS)} for a model with a score in place of logits"
+            raise unexpected(folder, "dtype", expected, dtype)
+        self.trained = QuantizationAware.read(adapter.folder)
+        self.writer = None if scheme is None else writer_for(scheme, activations, self.trained, folder)
+        self.plan = Conversion(
+            weights,
+            self.changes,
+            dtype=None if scheme is not None else dtype,
+            scheme=scheme,
+            writer=self.writer,
+            skipped=self.skipped,
+        )
+        for name, value in {"skip": list(skip), "activations": activations}.items():
+            if value and self.plan.packed:
+                raise unexpected(folder, name, f"{_NOTHING[name]} of a base that is in {dtype} already", value)
+        self.config = self.plan.config(config)
+        self.ends = missing_ends(self.base, end_tokens(adapter.folder))
+        self.notes = self._notes()
 
-    def _target(self, own: np.dtype) -> np.dtype:
-        return np.dtype(self.dtype) if self.dtype in FLOATS else own
+    def write(self, settings: Mapping[str, Any], **write: Unpack[WriteOptions]) -> Merged:
+        """Write the folder.
+
+        Args:
+            settings: Further ones that it is made with.
+            write: As of `merge`.
+        """
+        served = None if self.writer is None else self.writer.activations
+        made_from = {
+            "base": fingerprint(self.base),
+            "adapter": fingerprint(self.adapter.folder),
+            "settings": [self.dtype, self.base_in_nf4, list(self.skip), served, self.recipe, settings],
+            "config": self.config,
+        }
+        written = write_folder(self.folder, self.plan.jobs, made_from=made_from, finish=self._finish, **write)
+        untied, vocabulary = self.changes.untied, self.changes.vocabulary
+        return Merged(written, self.plan.changed, self.plan.copied, untied, vocabulary, tuple(self.notes))
+
+    def _finish(self, folder: Path) -> None:
+        """What is beside the tensors."""
+        copy_side_files(self.base, folder)
+        _copy_tokenizer(self.adapter.folder, self.base, folder)
+        if self.ends:
+            add_ends(folder, self.ends, self.base)
+        if self.config == self.weights.checkpoint.config:
+            shutil.copyfile(self.base / CONFIG, folder / CONFIG)
+        else:
+            write_config(folder / CONFIG, self.config)
+        if self.trained is not None and self.writer is None:
+            self.trained.write(folder)
+        write_card(
+            folder,
+            self.weights.checkpoint,
+            self.adapter,
+            dtype=self.dtype,
+            base_in_nf4=self.base_in_nf4,
+            notes=self.notes,
+            recipe=self.recipe,
+        )
+        open_weights(folder)
+
+    def _notes(self) -> list[str]:
+        """The remarks for the user."""
+        weights, adapter, changes, notes = self.weights, self.adapter, self.changes, []
+        specs = weights.specs.items()
+        apart = [spec.path.module for path, spec in specs if path in self.skipped and spec.kind in QUANTIZED]
+        given = held_as(weights, self.base_in_nf4, name=str(self.base), skipped=apart)
+        if differences := base_notes(adapter.config.base_model_name_or_path, adapter.over, given):
+            notes += differences
+        elif adapter.over is not None and given.when_read:
+            notes.append(f"the adapter was trained over {adapter.over.told}, and so is what it was added to")
+        if changes.untied:
+            notes.append("the adapter treats embedding and head differently: they are no longer tied")
+        before = weights.specs["embed_tokens.weight"].shape[0]
+        if changes.scored:
+            notes.append("a reward model: one score a text, read at its last token, in the place of logits")
+        if changes.vocabulary > before:
+            notes.append(f"the vocabulary has grown from {before} to {changes.vocabulary} rows")
+        if (note := loading_note(weights.family, self.dtype)) is not None:
+            notes.append(note)
+        if self.ends:
+            names = ", ".join(map(str, self.ends))
+            notes.append(f"generation_config.json names {names} too, at which learnt answers end")
+        if self.trained is not None and self.dtype is not None and self.writer is not None and not self.plan.packed:
+            differences = self.trained.differences(self.dtype, self.writer.activations, self.skip)
+            notes += [f"{adapter.folder.name} was {each}" for each in differences]
+        return notes
 
 
-def _new_config(
-    weights: Weights, found: Changes, plan: _Plan, given: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """config.json of the merged model; None where the base's can be copied."""
-    original = weights.checkpoint.config
-    config = json.loads(json.dumps(original if given is None else given))
-    if plan.written is not None and not plan.packed:
-        form, dtype = plan.written
-        skipped = weights.family.unquantized(plan.unpacked)
-        config["quantization_config"] = form.quantization_config(dtype.name, skipped)
-    elif plan.written is None:
-        config.pop("quantization_config", None)
-    if found.scored:
-        config = weights.family.scored(config)
-    inner = config.get("text_config")
-    levels = [config, *([inner] if isinstance(inner, dict) else [])]
-    if found.untied:
-        config["tie_word_embeddings"] = False
-    for level in levels:
-        if found.untied and "tie_word_embeddings" in level:
-            level["tie_word_embeddings"] = False
-        if "vocab_size" in level and found.vocabulary > level["vocab_size"]:
-            level["vocab_size"] = found.vocabulary
-        for key in ("dtype", "torch_dtype"):
-            if plan.dtype in FLOATS and key in level:
-                level[key] = plan.dtype
-    return None if config == original else config
-
-
-def _copy_tokenizer(adapter: Path, base: Path, place: Path) -> None:
+def _copy_tokenizer(adapter: Path, base: Path, target: Path) -> None:
     """The adapter's tokenizer, unless it knows fewer tokens than the base's, and with it its chat template."""
-    own, known = count_tokens(adapter), count_tokens(base)
-    if own is None or own < (known or 0):
+    tokens, known = count_tokens(adapter), count_tokens(base)
+    if tokens is None or tokens < (known or 0):
         return
-    for file in sorted({file for pattern in TOKENIZER_FILES for file in place.glob(pattern)}):
+    for file in sorted({file for pattern in TOKENIZER_FILES for file in target.glob(pattern)}):
         file.unlink()
     files = {file for pattern in (*TOKENIZER_FILES, "chat_template*") for file in adapter.glob(pattern)}
     for file in sorted(file for file in files if file.is_file()):
-        shutil.copyfile(file, place / file.name)
-
-
-def _notes(weights: Weights, adapter: Adapter, found: Changes, base_in_nf4: bool, kept: set[str]) -> list[str]:
-    """The remarks for the user."""
-    notes = []
-    apart = [spec.path.module for path, spec in weights.specs.items() if path in kept and spec.kind in QUANTIZED]
-    given = held_as(weights, base_in_nf4, name=str(weights.checkpoint.folder), skipped=apart)
-    if differences := base_notes(adapter.config.base_model_name_or_path, adapter.over, given):
-        notes += differences
-    elif adapter.over is not None and given.when_read:
-        notes.append(f"the adapter was trained over {adapter.over.told}, and so is what it was added to")
-    if found.untied:
-        notes.append("the adapter treats embedding and head differently: they are no longer tied")
-    before = weights.specs["embed_tokens.weight"].shape[0]
-    if found.scored:
-        notes.append("a reward model: one score a text, read at its last token, in the place of logits")
-    if found.vocabulary > before:
-        notes.append(f"the vocabulary has grown from {before} to {found.vocabulary} rows")
-    return notes
+        shutil.copyfile(file, target / file.name)

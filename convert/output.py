@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from convert.unfinished import Unfinished
 
 __all__ = ["Job", "Monitor", "Part", "Written", "write_folder"]
 
-FORMAT = 1  # of the fingerprints; a conversion with another version begins anew
+FORMAT = 2  # of the fingerprints; a conversion with another version begins anew
 THREADS = 2  # compute; the checking one mostly waits for the disk
 _ROOM = 2**24  # bytes for config, tokenizer and the like, beside the weights
 
@@ -53,6 +53,15 @@ class Written:
     shards: int = 0
     kept: int = 0
     nonfinite: list[str] = field(default_factory=list)
+
+
+class WriteOptions(TypedDict, total=False):
+    """Keywords of `write_folder` that conversions hand on to it."""
+
+    max_shard_bytes: int
+    force: bool
+    allow_nonfinite: bool
+    monitor: Monitor | None
 
 
 def write_folder(
@@ -102,9 +111,14 @@ def write_folder(
             write_config(unfinished / INDEX, index)
         finish(unfinished)
 
-    plan = {"format": FORMAT, "made_from": made_from, "shards": list(shards)}
     made = write_files(
-        Unfinished(place), files, plan, finish=finish_folder, force=force, allow=allow_nonfinite, monitor=monitor
+        Unfinished(place),
+        files,
+        {"format": FORMAT, "made_from": made_from, "options": [max_shard_bytes, allow_nonfinite]},
+        finish=finish_folder,
+        force=force,
+        allow=allow_nonfinite,
+        monitor=monitor,
     )
     written.kept, written.nonfinite = made.files, made.nonfinite
     return written

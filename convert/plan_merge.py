@@ -5,7 +5,7 @@ does.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """All changes of an adapter.
+    """All changes of an adapter; by default none.
 
     Attributes:
         tensors: Tree path -> change; for tied tables the shared one alone.
@@ -52,9 +52,9 @@ class Changes:
         scored: Whether the result is a reward model: the base is one, or its head gives way to a score.
     """
 
-    tensors: Mapping[str, Change]
-    untied: bool
-    vocabulary: int
+    tensors: Mapping[str, Change] = field(default_factory=dict)
+    untied: bool = False
+    vocabulary: int = 0
     scored: bool = False
 
 

@@ -2,22 +2,20 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-import numpy as np
-
-from convert.blocks import copied
-from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
-from convert.derived import derived_tensors, served_together, tensor_blocks
+from convert.checkpoint import CONFIG, write_config
+from convert.conversion import Conversion
 from convert.errors import ConvertError, unexpected
 from convert.families import Family
-from convert.formats import FLOATS, FORMATS, WRITERS, Values, Writer
+from convert.formats import FLOATS, WRITERS, Writer
 from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.model.paths import SCORE
-from convert.model.spec import MODULES, QUANTIZED, UNCAST
-from convert.output import Job, Monitor, Written, write_folder
+from convert.model.spec import QUANTIZED
+from convert.output import WriteOptions, Written, write_folder
+from convert.plan_merge import Changes
 from convert.quantization_aware import QuantizationAware
 from convert.saving import copy_side_files
 from convert.source import check_apart, fingerprint
@@ -33,10 +31,7 @@ def quantize(
     skip: Sequence[str] = (),
     activations: str | None = None,
     dtype: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    force: bool = False,
-    allow_nonfinite: bool = False,
-    monitor: Monitor | None = None,
+    **write: Unpack[WriteOptions],
 ) -> Written:
     """Write a model folder whose layers' matrices are quantised: NF4 as bitsandbytes saves it, or compressed-tensors.
 
@@ -51,10 +46,7 @@ def quantize(
             if that is the scheme and the format is known with it; else the scheme's usual.
         dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None: each
             keeps its own.
-        max_shard_bytes: A shard is closed before it would grow beyond this.
-        force: Replace a model folder that is there.
-        allow_nonfinite: Keep NaN and infinity in tensors that stay plain; a matrix with any is always refused.
-        monitor: Called with the bytes done and the bytes to do.
+        write: As of `convert.output.write_folder`; a matrix with NaN or infinity is always refused.
 
     Returns:
         The folder and its size.
@@ -73,66 +65,44 @@ def quantize(
         raise unexpected(folder, "nested", f"true (only {NF4.label} has scales of scales)", False)
     writer = writer if nested else NF4
     check_apart(folder, source)
+    weights = _open(source, writer.bits)
+    skipped = modules_named(weights, skip)
+    if all(spec.kind not in QUANTIZED or path in skipped for path, spec in weights.specs.items()):
+        raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
+    plan = Conversion(weights, Changes(), dtype=dtype, scheme=scheme, writer=writer, skipped=skipped)
+    config = plan.config()
+    if dtype is not None and not {"dtype", "torch_dtype"} & config.keys():
+        config["torch_dtype"] = dtype
+
+    def finish(unfinished: Path) -> None:
+        copy_side_files(weights.checkpoint.folder, unfinished)
+        for card in weights.checkpoint.folder.glob("README.md"):
+            shutil.copyfile(card, unfinished / card.name)
+        write_config(unfinished / CONFIG, config)
+        open_weights(unfinished)
+
+    settings = [scheme, nested, list(skip), writer.activations, dtype]
+    made_from = {"source": fingerprint(source), "settings": settings}
+    return write_folder(folder, plan.jobs, made_from=made_from, finish=finish, **write)
+
+
+def _open(source: str | os.PathLike[str], bits: int) -> Weights:
+    """Open a folder that can be quantised to fewer bits."""
     weights = open_weights(source)
-    if f"{SCORE}.weight" in weights.specs:
-        raise ConvertError(
-            f"{source}: expected a model with logits, got one with a score in their place (a reward model)"
-        )
-    small = [found for found in weights.formats() if found.bits <= writer.bits]
+    refuse_scored(weights)
+    small = [form for form in weights.formats() if form.bits <= bits]
     if small:
         raise ConvertError(
             f"{source}: expected weights of 16 bits or more, got {small[0].label}: it is quantised already"
         )
-    kept = modules_named(weights, skip)
-    packed = [path for path, row in weights.specs.items() if row.kind in QUANTIZED and path not in kept]
-    if not packed:
-        raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
-    config = _config(weights, packed, writer, dtype)
-
-    def finish(place: Path) -> None:
-        copy_side_files(weights.checkpoint.folder, place)
-        for card in weights.checkpoint.folder.glob("README.md"):
-            shutil.copyfile(card, place / card.name)
-        write_config(place / CONFIG, config)
-        open_weights(place)
-
-    return write_folder(
-        folder,
-        _jobs(weights, set(packed), writer, dtype),
-        made_from={
-            "source": fingerprint(source),
-            "settings": [scheme, nested, list(skip), writer.activations, dtype, max_shard_bytes],
-        },
-        finish=finish,
-        max_shard_bytes=max_shard_bytes,
-        force=force,
-        allow_nonfinite=allow_nonfinite,
-        monitor=monitor,
-    )
+    return weights
 
 
-def _jobs(weights: Weights, packed: set[str], writer: Writer, dtype: str | None) -> Iterator[Job]:
-    apart = any(weights.specs[path].kind == "experts" for path in packed)
-    together = served_together(weights, apart=apart)
-    for name, tensor, place in derived_tensors(weights, apart=apart):
-        if tensor is None or place is None:
-            yield copied(weights.checkpoint, [name])
-            continue
-        own, stored = weights.tensor_dtype(tensor.name), weights.tensor_format(tensor.name).name
-        spec = place.weights[0]
-        target = own if dtype is None or spec.kind in UNCAST else np.dtype(dtype)
-        packs = spec.path in packed
-        if not packs and stored == target.name and place.name == tensor.name:
-            yield copied(weights.checkpoint, [name])
-            continue
-        written = writer if packs else FORMATS[target.name]
-        blocks = tensor_blocks(place, weights.blocks)
-        peers = [
-            tensor_blocks(peer, weights.blocks)
-            for peer in (together[place.name] if packs and writer.whole else ())
-            if peer.name != place.name and peer.weights[0].path in packed
-        ]
-        yield written.job(Values(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers))
+def refuse_scored(weights: Weights) -> None:
+    """Raise ConvertError for a reward model, which servers and llama.cpp do not know."""
+    if f"{SCORE}.weight" in weights.specs:
+        expected = "expected a model with logits, got one with a score in their place (a reward model)"
+        raise ConvertError(f"{weights.checkpoint.folder}: {expected}")
 
 
 def writer_for(
@@ -198,13 +168,3 @@ def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:
             raise ConvertError(f"{weights.checkpoint.folder}: skip: no module is named {entry}, or ends with it")
         kept |= matching
     return kept
-
-
-def _config(weights: Weights, packed: Sequence[str], writer: Writer, dtype: str | None) -> dict[str, Any]:
-    target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
-    left = [path for path, row in weights.specs.items() if row.kind in MODULES and path not in set(packed)]
-    config = dict(weights.checkpoint.config)
-    config["quantization_config"] = writer.quantization_config(target, weights.family.unquantized(left))
-    if dtype is not None:
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    return config

@@ -1,13 +1,15 @@
 """Comparison of two model folders: names, shapes, dtypes, largest difference of each tensor, in little memory."""
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from convert.blocks import array_blocks, whole_groups
+from convert.blocks import Blocks, array_blocks, whole_groups
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.derived import tensor_blocks
 from convert.errors import ConvertError
@@ -110,85 +112,73 @@ def compare(
     Raises:
         ConvertError: A folder is damaged.
     """
-    sides = [_Side(first), _Side(second)]
-    if len({side.weights.family.mixture for side in sides if side.weights is not None}) == 2:
-        for side in sides:
-            side.by_path = True
-    names = [side.names() for side in sides]
-    both = [name for name in names[0] if name in names[1]]
+    opened = [(open_checkpoint(Path(folder)), _matched(folder)) for folder in (first, second)]
+    by_path = len({weights.family.mixture for _, weights in opened if weights is not None}) == 2
+    one, other = (_entries(checkpoint, weights, by_path=by_path) for checkpoint, weights in opened)
+    both = [name for name in one if name in other]
     differences = []
     for number, name in enumerate(both):
         if monitor is not None:
             monitor(number, len(both))
-        differences.append(_difference(name, *sides))
+        differences.append(_difference(name, one[name], other[name]))
     if monitor is not None:
         monitor(len(both), len(both))
-    missing = tuple(name for name in names[0] if name not in names[1])
-    return Comparison(missing, tuple(name for name in names[1] if name not in names[0]), tuple(differences))
+    missing = tuple(name for name in one if name not in other)
+    return Comparison(missing, tuple(name for name in other if name not in one), tuple(differences))
 
 
-class _Side:
-    """A folder read through its family's table, or as stored without one."""
+class _Entry(NamedTuple):
+    """A tensor of one folder: its shape, its format, and its values as consecutive flat arrays of a fixed length."""
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.checkpoint: Checkpoint = open_checkpoint(Path(folder))
-        self.weights: Weights | None = None
-        try:
-            self.weights = open_weights(folder)
-        except ConvertError:
-            pass
-        self.by_path = False
-
-    def names(self) -> list[str]:
-        """Tensor names, without the scales of packed tensors; paths of weights with `by_path`."""
-        if self.weights is None:
-            return list(self.checkpoint.names)
-        found = {tensor.name if tensor else name: tensor for name, tensor in self.weights.in_files()}
-        if self.by_path:
-            others = [name for name, tensor in found.items() if tensor is None]
-            return sorted([*self.weights.specs, *others])
-        return sorted(found)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if self.weights is not None and self.by_path and name in self.weights.specs:
-            return self.weights.specs[name].shape
-        if self.weights is not None and name in self.weights.tensors:
-            return self.weights.tensors[name].shape
-        return self.checkpoint.info(name).shape
-
-    def format(self, name: str) -> str:
-        if self.weights is not None and self.by_path and name in self.weights.specs:
-            return self.weights.format(name)
-        if self.weights is not None and name in self.weights.tensors:
-            return self.weights.tensor_format(name).name
-        return self.checkpoint.info(name).dtype
-
-    def values(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Consecutive flat float32 arrays of a fixed length."""
-        if self.weights is not None and self.by_path and name in self.weights.specs:
-            return _regular(self.weights.blocks(name)())
-        if self.weights is not None and name in self.weights.tensors:
-            return _regular(tensor_blocks(self.weights.tensors[name], self.weights.blocks)())
-        info = self.checkpoint.info(name)
-        if info.shape == () or info.dtype not in FLOATS:
-            return iter([(0, self.checkpoint.read(name).astype(np.float64).reshape(-1))])
-        return _regular(array_blocks(name, info))
+    shape: tuple[int, ...]
+    format: str
+    values: Callable[[], Iterator[np.ndarray]]
 
 
-def _regular(blocks: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+def _matched(folder: str | os.PathLike[str]) -> Weights | None:
+    """A folder through its family's table; None without one."""
+    try:
+        return open_weights(folder)
+    except ConvertError:
+        return None
+
+
+def _entries(checkpoint: Checkpoint, weights: Weights | None, *, by_path: bool) -> dict[str, _Entry]:
+    """The tensors of a folder by name, without the scales of packed ones; of the model's by path with `by_path`."""
+    if weights is None:
+        return {name: _as_stored(checkpoint, name) for name in checkpoint.names}
+    entries = {}
+    for name, tensor in weights.in_files():
+        if tensor is None:
+            entries[name] = _as_stored(checkpoint, name)
+        elif not by_path:
+            values = functools.partial(_regular, tensor_blocks(tensor, weights.blocks))
+            entries[tensor.name] = _Entry(tensor.shape, weights.tensor_format(tensor.name).name, values)
+    for path, spec in weights.specs.items() if by_path else ():
+        entries[path] = _Entry(spec.shape, weights.format(path), functools.partial(_regular, weights.blocks(path)))
+    return dict(sorted(entries.items()))
+
+
+def _as_stored(checkpoint: Checkpoint, name: str) -> _Entry:
+    info = checkpoint.info(name)
+    if info.shape == () or info.dtype not in FLOATS:
+        return _Entry(info.shape, info.dtype, lambda: iter([checkpoint.read(name).astype(np.float64).reshape(-1)]))
+    return _Entry(info.shape, info.dtype, functools.partial(_regular, lambda: array_blocks(name, info)))
+
+
+def _regular(blocks: Blocks) -> Iterator[np.ndarray]:
     """Blocks regrouped into arrays of 2²⁰ elements, except the last."""
-    for first, values in whole_groups(blocks, _LENGTH):
+    for _, values in whole_groups(blocks(), _LENGTH):
         for start in range(0, values.size, _LENGTH):
-            yield first + start, values[start : start + _LENGTH]
+            yield values[start : start + _LENGTH]
 
 
-def _difference(name: str, first: _Side, second: _Side) -> Difference:
-    shapes = first.shape(name), second.shape(name)
-    formats = first.format(name), second.format(name)
+def _difference(name: str, first: _Entry, second: _Entry) -> Difference:
+    shapes, formats = (first.shape, second.shape), (first.format, second.format)
     if shapes[0] != shapes[1]:
         return Difference(name, shapes, formats, None, None)
     largest, squares, of_first, scale = 0.0, 0.0, 0.0, 0.0
-    for (_, one), (_, other) in zip(first.values(name), second.values(name), strict=True):
+    for one, other in zip(first.values(), second.values(), strict=True):
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):
             gap = np.where(same, 0, np.abs(one - other))

@@ -6,9 +6,8 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gguf import RMS_EPS, Architecture
-from convert.families.windows import types_to_hf
+from convert.families.windows import types_to_hf, windows
 from convert.model.config import ModelConfig
-from convert.model.layers import Attention
 from convert.model.reader import Reader
 
 CONSTANTS = {
@@ -26,10 +25,7 @@ def query_scale(get: Reader) -> dict[str, Any]:
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked.add("hidden_act")  # hidden_activation takes precedence
-    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
-    types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
-    mixers = tuple(Attention(window if sliding else None) for sliding in types)
-    return {**scaled(fields), **query_scale(get), "mixers": mixers}
+    return {**scaled(fields), **query_scale(get), **windows(get, fields, lambda number: number % 2 == 0)}
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from convert.families.family import Family, Ignored, nested
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gemma2 import CONSTANTS, query_scale, to_hf
 from convert.families.gguf import Architecture
-from convert.model.layers import Attention
+from convert.families.windows import windows
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes, ropes_to_hf
 
@@ -15,13 +15,9 @@ from convert.model.rope import read_ropes, ropes_to_hf
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """One full layer after every five windowed ones, which have rotary positions of their own."""
     get.asked |= {"hidden_act", "rope_local_base_freq"}
-    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     period = get.integer("sliding_window_pattern")
-    types = get.layer_types(layers) or [(number + 1) % period != 0 for number in range(layers)]
-    mixers = tuple(Attention(window, "local_rope") if sliding else Attention() for sliding in types)
-    if window is None and any(types):
-        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    return {**scaled(fields), **query_scale(get), **read_ropes(get, fields), "mixers": mixers}
+    mixers = windows(get, fields, lambda number: (number + 1) % period != 0, required=True, local_rope=True)
+    return {**scaled(fields), **query_scale(get), **read_ropes(get, fields), **mixers}
 
 
 GEMMA3_TEXT = Family(

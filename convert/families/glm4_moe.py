@@ -9,9 +9,8 @@ from convert.families.mixture import Mixture, chosen_experts, number_of_experts
 from convert.model.config import ModelConfig
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
-from convert.model.rope import NAMES, parse_rope, rope_to_hf
+from convert.model.rope import read_rope, rope_to_hf
 from convert.model.spec import QKV, qk_norm_flag
-from convert.rope import rope_settings
 
 _PARTIAL = "partial_rotary_factor"
 
@@ -48,13 +47,11 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Half of each head turns, unless the settings say otherwise."""
-    get.asked |= NAMES
-    positions, config = fields["max_position_embeddings"], dict(get.config)
-    if config.get(_PARTIAL) is None:
-        config[_PARTIAL] = 0.5
-    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
-    rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"], partial_rotary=True)
-    return {"rope": rope, "qk_norm": "head" if get.flag("use_qk_norm") else None}
+    partial = {_PARTIAL: 0.5} if get.config.get(_PARTIAL) is None else {}
+    return {
+        "rope": read_rope(get, fields, partial, partial_rotary=True),
+        "qk_norm": "head" if get.flag("use_qk_norm") else None,
+    }
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts, softmax_to_hf
-from convert.families.windows import types_to_hf
+from convert.families.windows import types_to_hf, windows
 from convert.model.config import ModelConfig
-from convert.model.layers import Attention
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
-from convert.model.rope import NAMES, parse_rope
+from convert.model.rope import read_rope
 from convert.model.spec import ATTENTION_GROUPS, INTERLEAVED
-from convert.rope import NEW, OLD, ORIGINAL, rope_settings
+from convert.rope import NEW, OLD, ORIGINAL
 
 _ROPE = {
     "rope_type": "yarn",
@@ -37,18 +36,11 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A window in the layers of even number, or by `layer_types`; the activation is always the clamped one."""
     if get.value("hidden_act") != "silu":
         raise get.wrong("hidden_act", "'silu', which is clamped here")
-    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
-    types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
-    if window is None and any(types):
-        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    get.asked |= {*NAMES, "initial_context_length"}
-    positions = fields["max_position_embeddings"]
+    get.asked.add("initial_context_length")
     given = any(get.config.get(field) is not None for field in (NEW, OLD))
-    config = get.config if given else {**get.config, NEW: _ROPE}
-    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     return {
-        "mixers": tuple(Attention(window if sliding else None) for sliding in types),
-        "rope": parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"]),
+        **windows(get, fields, lambda number: number % 2 == 0, required=True),
+        "rope": read_rope(get, fields, {} if given else {NEW: _ROPE}),
         "swiglu_limit": get.positive("swiglu_limit"),
         "swiglu_alpha": get.positive("swiglu_alpha"),
     }

@@ -11,10 +11,8 @@ from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.config import ModelConfig
 from convert.model.layers import MLP, MOE, Attention, Layer
 from convert.model.reader import Reader
-from convert.model.rope import NAMES as ROPE
-from convert.model.rope import parse_rope, rope_to_hf
+from convert.model.rope import read_rope, rope_to_hf
 from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
-from convert.rope import rope_settings
 
 _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
 #: Further fields of a config.json with a text section, about the other part.
@@ -134,10 +132,7 @@ def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
         Layer(mixer, MOE if one else MLP) for mixer, one in zip(fields.pop("mixers"), sparse, strict=True)
     )
     if "rope" not in fields:
-        positions = fields["max_position_embeddings"]
-        settings = rope_settings(config, where, theta=get.defaults["rope_theta"], positions=positions)
-        fields["rope"] = parse_rope(settings, where, positions=positions, head_dim=head_dim)
-        get.asked |= ROPE
+        fields["rope"] = read_rope(get, fields)
     if "layer_types" not in get.asked and any(get.layer_types(layers) or ()):
         raise get.wrong("layer_types", f"full_attention alone: no layer of {family.model_type} has a window")
     refuse_unsupported(config, get.asked, family.neutral, where)

@@ -5,20 +5,15 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.olmo2 import CONSTANTS
-from convert.families.windows import types_to_hf
-from convert.model.layers import Attention
+from convert.families.windows import types_to_hf, windows
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes, ropes_to_hf
 from convert.model.spec import ATTENTION_GROUPS
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
-    types = get.layer_types(layers) or [(number + 1) % 4 != 0 for number in range(layers)]
-    if window is None and any(types):
-        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    mixers = tuple(Attention(window, "local_rope") if sliding else Attention() for sliding in types)
-    return {**read_ropes(get, fields), "mixers": mixers}
+    mixers = windows(get, fields, lambda number: (number + 1) % 4 != 0, required=True, local_rope=True)
+    return {**read_ropes(get, fields), **mixers}
 
 
 OLMO3 = Family(

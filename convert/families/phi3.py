@@ -7,17 +7,13 @@ from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.windows import window_everywhere, window_to_hf
 from convert.model.reader import Reader
-from convert.model.rope import NAMES, parse_rope
-from convert.rope import ORIGINAL, rope_settings
+from convert.model.rope import read_rope
+from convert.rope import ORIGINAL
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """`original_max_position_embeddings` is beside the scaling, and "yarn" an old name of longrope."""
-    get.asked |= NAMES
-    positions, original = fields["max_position_embeddings"], get.integer(ORIGINAL)
-    config = {**get.config, ORIGINAL: original}
-    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions, phi3=True)
-    rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"], partial_rotary=True)
+    rope = read_rope(get, fields, {ORIGINAL: get.integer(ORIGINAL)}, partial_rotary=True, phi3=True)
     return {**window_everywhere(get, fields), "rope": rope}
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.windows import switched_types_to_hf
-from convert.model.layers import Attention
+from convert.families.windows import switched_types_to_hf, windows
 from convert.model.reader import Reader
 from convert.model.spec import QKV
 
@@ -15,11 +14,8 @@ DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_windo
 
 def read_windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Windows from `max_window_layers` on, or from `layer_types`; only if `use_sliding_window` is true."""
-    layers, used, first = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.count("max_window_layers")
-    window = get.optional_integer("sliding_window") if used else None
-    get.asked.add("sliding_window")
-    types = get.layer_types(layers) or [number >= first for number in range(layers)]
-    return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
+    first = get.count("max_window_layers")
+    return windows(get, fields, lambda number: number >= first, switched=True)
 
 
 QWEN2 = Family(

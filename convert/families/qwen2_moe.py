@@ -7,9 +7,8 @@ from convert.families import qwen3_moe
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture
-from convert.families.windows import switched_types_to_hf
+from convert.families.windows import switched_types_to_hf, windows
 from convert.model.config import ModelConfig
-from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import QKV
@@ -21,11 +20,8 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Windows in every other one of the first `max_window_layers`, or by `layer_types`; if `use_sliding_window`."""
-    layers, used, last = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.count("max_window_layers")
-    window = get.optional_integer("sliding_window") if used else None
-    get.asked.add("sliding_window")
-    types = get.layer_types(layers) or [number % 2 == 0 and number < last for number in range(layers)]
-    return {"mixers": tuple(Attention(window if sliding else None) for sliding in types)}
+    last = get.count("max_window_layers")
+    return windows(get, fields, lambda number: number % 2 == 0 and number < last, switched=True)
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Matrices and settings of compressed-tensors' folders, written."""
 
 import abc
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,15 +40,6 @@ class CompressedWriter(Writer, abc.ABC):
     rows_together: int = 1
     columns_together: int = 1
 
-    @abc.abstractmethod
-    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Suffix -> dtype and shape of each tensor of a matrix.
-
-        Args:
-            shape: Of the matrix.
-            dtype: What it decodes to.
-        """
-
     def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
         """The tensors that have no rows.
 
@@ -67,6 +59,20 @@ class CompressedWriter(Writer, abc.ABC):
             dtype: What the matrix decodes to.
             top: As for `once`.
         """
+
+    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Suffix -> dtype and shape of each tensor of a matrix: those of a few rows of zeros, for all rows.
+
+        Args:
+            shape: Of the matrix.
+            dtype: What it decodes to.
+        """
+        once, zero = self.once(shape, dtype, np.float32(0)), (self, self.rows_together, shape[1], dtype)
+        rows = {
+            suffix: (kind, (-(-shape[0] * count // self.rows_together), *width))
+            for suffix, (kind, (count, *width)) in _encoded_zeros(*zero).items()
+        }
+        return rows | {suffix: (array.dtype, array.shape) for suffix, array in once.items()}
 
     @abc.abstractmethod
     def settings(self) -> tuple[str, dict[str, Any]]:
@@ -122,3 +128,12 @@ class CompressedWriter(Writer, abc.ABC):
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
+
+
+@functools.lru_cache(256)
+def _encoded_zeros(
+    writer: CompressedWriter, rows: int, columns: int, dtype: np.dtype
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Suffix -> dtype and shape of encoded rows."""
+    arrays = writer.encoded(np.zeros((rows, columns), np.float32), dtype, np.float32(0))
+    return {suffix: (array.dtype, array.shape) for suffix, array in arrays.items()}

@@ -5,7 +5,6 @@ to the same eight bits, for each token. Where they are not to, FP8 is stored as 
 int32, as compressed-tensors has integers whose inputs stay.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -123,14 +122,6 @@ class _EightBitsWriter(CompressedWriter):
         other = super().serving(activations)
         other.columns_together = 4 if other.packed else 1
         return other
-
-    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        blocks = tuple(math.ceil(size / side) for size, side in zip(shape, self.block, strict=True))
-        scale = {SCALE: (dtype, (1,) if self.whole else blocks)}
-        if self.packed:
-            words = np.dtype(np.int32), (shape[0], shape[1] // 4)
-            return {PACKED: words, **scale, SHAPE: (np.dtype(np.int64), (2,))}
-        return {"": (self.codes.dtype, shape), **scale}
 
     def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
         if self.packed:

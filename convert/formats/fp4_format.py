@@ -113,14 +113,6 @@ class _NVFP4Writer(CompressedWriter):
     name, label, bits = "nvfp4", "NVFP4", 4
     columns_together, whole = nvfp4.BLOCK, True
 
-    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        rows, columns = shape
-        return {
-            PACKED: (np.dtype(np.uint8), (rows, columns // 2)),
-            SCALE: (nvfp4.SCALE_DTYPE, (rows, columns // nvfp4.BLOCK)),
-            GLOBAL_SCALE: (np.dtype(np.float32), (1,)),
-        }
-
     def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
         return {GLOBAL_SCALE: nvfp4.global_scale_of(top)}
 
@@ -137,14 +129,9 @@ class _MXFP4Writer(CompressedWriter):
     name, label, bits, inputs = "mxfp4", "MXFP4", 4, (None, "fp8-128")
     columns_together = mxfp4.BLOCK
 
-    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        rows, columns = shape
-        byte = np.dtype(np.uint8)
-        return {PACKED: (byte, (rows, columns // 2)), SCALE: (byte, (rows, columns // mxfp4.BLOCK))}
-
     def encoded(self, values: np.ndarray, dtype: np.dtype, top: np.float32) -> Arrays:
         tensor = mxfp4.encode(values)
-        return {PACKED: tensor.codes, SCALE: tensor.scales}
+        return {PACKED: tensor.codes.reshape(len(values), -1), SCALE: tensor.scales}
 
     def settings(self) -> tuple[str, dict[str, Any]]:
         weights = {"strategy": "group", "group_size": mxfp4.BLOCK, "scale_dtype": "torch.uint8"}

@@ -103,18 +103,6 @@ class _Int4Writer(CompressedWriter):
         self.columns_together, self.rows_together = group, 1 if symmetric else _IN_A_WORD
         self.inputs = (None, "int8", "fp8") if symmetric else (None,)
 
-    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        rows, groups = shape[0], shape[1] // self.group
-        if self.activations == "int8":
-            return {"": (np.dtype(np.int8), shape), SCALE: (dtype, (rows, groups))}
-        zeros = {} if self.symmetric else {ZEROS: (np.dtype(np.int32), (-(-rows // _IN_A_WORD), groups))}
-        return {
-            PACKED: (np.dtype(np.int32), (rows, shape[1] // _IN_A_WORD)),
-            SCALE: (dtype, (rows, groups)),
-            SHAPE: (np.dtype(np.int64), (2,)),
-            **zeros,
-        }
-
     def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
         return {} if self.activations == "int8" else {SHAPE: np.asarray(shape, np.int64)}
 

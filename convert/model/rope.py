@@ -12,7 +12,7 @@ from typing import Any
 
 from convert.errors import ConvertError, shorten, shown
 from convert.model.reader import FULL, SLIDING, Reader
-from convert.rope import ORIGINAL, RopeSettings, rope_settings_by_layer
+from convert.rope import ORIGINAL, RopeSettings, rope_settings, rope_settings_by_layer
 
 #: Type of scaling -> its required numbers (for longrope lists of numbers), and its optional ones.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -226,6 +226,33 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     if rope.partial_rotary_factor != 1:
         values["partial_rotary_factor"] = rope.partial_rotary_factor
     return values
+
+
+def read_rope(
+    get: Reader,
+    fields: Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    partial_rotary: bool = False,
+    phi3: bool = False,
+) -> RopeConfig:
+    """Rotary positions of a model with the same ones in all layers.
+
+    Args:
+        get: the config.json, with a default for `rope_theta`.
+        fields: the fields of `ModelConfig` read so far.
+        changes: fields in place of the file's.
+        partial_rotary: as of `parse_rope`.
+        phi3: as of `rope_settings`.
+
+    Raises:
+        ConvertError: as `parse_rope`.
+    """
+    get.asked |= NAMES
+    config, positions = {**get.config, **(changes or {})}, fields["max_position_embeddings"]
+    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions, phi3=phi3)
+    head_dim = fields["head_dim"]
+    return parse_rope(settings, get.where, positions=positions, head_dim=head_dim, partial_rotary=partial_rotary)
 
 
 def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
