@@ -7,8 +7,6 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from convert.adapter_config import AdapterConfig, config_from_json, config_to_json, rank_and_alpha, scaling, targets
 from convert.errors import ConvertError
@@ -265,25 +263,3 @@ def test_every_field_of_peft_is_known_by_its_default(tmp_path):
         assert hasattr(theirs, field.name)
         if field.name not in ("target_modules", "task_type"):
             assert getattr(AdapterConfig(), field.name) == getattr(peft.LoraConfig(), field.name)
-
-
-FIELDS = st.sampled_from([field.name for field in dataclasses.fields(AdapterConfig)] + ["bias", "peft_type", "x"])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.just("q_proj"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
-@settings(max_examples=300, deadline=None)
-@given(changes=st.dictionaries(FIELDS, JSON, max_size=4))
-def test_no_settings_crash_the_reader(changes):
-    try:
-        config = read(**changes)
-    except ConvertError as error:
-        assert str(error).startswith("some/adapter_config.json: ")
-    else:
-        for module in MODULES[:6]:
-            assert targets(config, module) in (True, False)
-            assert math.isfinite(scaling(config, module))

@@ -1,9 +1,12 @@
 """Whole 4-bit folders: written by transformers with bitsandbytes and read here, and the other way round."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from convert.formats import nf4
+from convert.quantize import quantize
 from convert.saving import save
 from convert.weights import open_weights, stream
 
@@ -58,7 +61,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float32"])
 def test_a_folder_from_transformers_comes_back_byte_for_byte(
     torch, transformers, plain_folder, tmp_path, nested, storage
 ):
@@ -78,19 +81,34 @@ def test_a_folder_from_transformers_comes_back_byte_for_byte(
 
     save(tmp_path / "back", stream(tmp_path / "theirs"), source=tmp_path / "theirs")
     assert contents(tmp_path / "back") == contents(tmp_path / "theirs")
+    bare = (
+        (path, replace(value, quant_state=None, storage_shape=None) if isinstance(value, nf4.NF4Tensor) else value)
+        for path, value in stream(tmp_path / "theirs")
+    )
+    save(tmp_path / "made", bare, source=tmp_path / "theirs")
+    assert contents(tmp_path / "made") == contents(tmp_path / "theirs")
     again = load(torch, transformers, tmp_path / "back")
     assert np.array_equal(logits(torch, again), logits(torch, theirs))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_folder_quantised_here_loads_in_bitsandbytes(torch, transformers, plain_folder, tmp_path, nested):
+    bitsandbytes = pytest.importorskip("bitsandbytes.functional")
+
     def encoded(path, array):
         keep = array.ndim == 1 or not path.startswith("layers.") or path == "layers.1.self_attn.v_proj.weight"
         return array if keep else nf4.encode(array, nested=nested)
 
     packed = {path: encoded(path, array) for path, array in stream(plain_folder)}
     save(tmp_path / "packed", packed.items(), source=plain_folder)
+    quantize(plain_folder, tmp_path / "quantized", nested=nested, skip=["layers.1.self_attn.v_proj"])
+    assert contents(tmp_path / "quantized")["model.safetensors"] == contents(tmp_path / "packed")["model.safetensors"]
     model = load(torch, transformers, tmp_path / "packed")
+    for path, tensor in packed.items():
+        if isinstance(tensor, nf4.NF4Tensor):
+            weight = model.get_submodule("model." + path.removesuffix(".weight")).weight
+            theirs = bitsandbytes.dequantize_4bit(weight.data, weight.quant_state).float().numpy()
+            np.testing.assert_array_equal(theirs, nf4.decode(tensor).astype(np.float32))
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name.endswith("v_proj")}
     assert kinds == {"model.layers.0.self_attn.v_proj": "Linear4bit", "model.layers.1.self_attn.v_proj": "Linear"}
 

@@ -124,28 +124,3 @@ def test_quantising_what_cannot_be(make_folder, tmp_path):
     write_checkpoint(folder, tensors.items(), CONFIG)
     with pytest.raises(ConvertError, match=r"up_proj.weight: expected finite values.*NF4 cannot hold them"):
         quantize(folder, tmp_path / "out", allow_nonfinite=True)
-
-
-@pytest.mark.torch
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_bitsandbytes_loads_a_quantised_folder(tmp_path):
-    """Its modules are 4-bit, its decoded weights are ours."""
-    torch, bnb = pytest.importorskip("torch"), pytest.importorskip("bitsandbytes")
-    transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(1)
-    settings = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(settings).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    quantize(tmp_path / "model", tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ours = open_weights(tmp_path / "out")
-    for path in ours.specs:
-        if ours.format(path) == "nf4-nested":
-            module = model.get_submodule("model." + path.removesuffix(".weight"))
-            assert isinstance(module, bnb.nn.Linear4bit)
-            theirs = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            np.testing.assert_array_equal(theirs.float().numpy(), nf4.decode(ours.read(path)).astype(np.float32))
-    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()

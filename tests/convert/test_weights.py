@@ -1,7 +1,6 @@
 """The stream and the way back: order, laziness, byte-identity, and names that do not fit."""
 
 import json
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -274,22 +273,6 @@ def test_a_new_family_is_a_table(make_folder, tmp_path, monkeypatch):
     assert list(pairs) == ["embed_tokens.weight", *inside, "norm.weight", "lm_head.weight"]
     assert np.array_equal(pairs["layers.1.mlp.down_proj.weight"], tensors["h.1.mlp.down_proj.weight"])
     assert family.module_name("layers.1.mlp.down_proj") == "h.1.mlp.down_proj"
-
-
-def test_converting_does_not_import_jax(make_folder, tmp_path):
-    folder, _ = make_folder()
-    packed = quantized(folder)
-    script = """
-import sys
-from tests.support.folders import read_adapter
-from convert.saving import save
-from convert.weights import stream
-save(sys.argv[2], stream(sys.argv[1]), source=sys.argv[1])
-unwanted = {"jax", "flax", "torch", "transformers"} & set(sys.modules)
-assert not unwanted, unwanted
-"""
-    subprocess.run([sys.executable, "-c", script, packed, tmp_path / "out"], check=True)
-    assert files(tmp_path / "out") == files(packed)
 
 
 def test_formats_are_told_without_reading_tensors(make_folder, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -307,46 +306,3 @@ def test_the_8_bit_encoder_equals_bitsandbytes(bnb):
         values = np.insert(padded.reshape(-1, 255), 0, scale, axis=1).reshape(-1)
         codes, _ = bnb.quantize_blockwise(torch.from_numpy(values.copy()), blocksize=256)
         assert np.array_equal(encode_dynamic(values)[0], codes.numpy())
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float32"])
-def test_a_linear_layer_of_bitsandbytes_both_ways(bnb, nested, storage):
-    torch = pytest.importorskip("torch")
-    nn = pytest.importorskip("bitsandbytes.nn")
-    original = weight((48, 80), ml_dtypes.bfloat16)
-
-    def linear():
-        storage_dtype = getattr(torch, storage)
-        made = nn.Linear4bit(80, 48, False, torch.float32, nested, "nf4", quant_storage=storage_dtype, device="cpu")
-        made.weight = nn.Params4bit(as_torch(original), False, compress_statistics=nested, quant_type="nf4",
-                                    quant_storage=storage_dtype, module=made)  # fmt: skip
-        return made.to("cpu")
-
-    def to_numpy(tensor):
-        raw = tensor.contiguous().view(torch.uint8).numpy()
-        return raw.view(np.dtype(str(tensor.dtype).removeprefix("torch."))).reshape(tuple(tensor.shape))
-
-    theirs = linear()
-    tensors = {name: to_numpy(value) for name, value in theirs.state_dict().items()}
-    tensor = nf4.from_tensors("weight", tensors, "file")
-    assert tensor.nested == nested and tensor.storage_dtype == storage and tensor.dtype == "bfloat16"
-    back = nf4.to_tensors("weight", tensor)
-    assert {name: value.tobytes() for name, value in back.items()} == {n: v.tobytes() for n, v in tensors.items()}
-    fresh = nf4.to_tensors("weight", replace(tensor, quant_state=None, storage_shape=None))
-    assert {name: value.tobytes() for name, value in fresh.items()} == {n: v.tobytes() for n, v in tensors.items()}
-
-    ours = nf4.to_tensors("weight", nf4.encode(original * 2, nested=nested, storage_dtype=storage))
-    state = {
-        name: torch.from_numpy(value.reshape(-1).view(np.uint8).copy())
-        .view(getattr(torch, value.dtype.name))
-        .reshape(value.shape)
-        for name, value in ours.items()
-    }
-    loaded = nn.Params4bit.from_prequantized(
-        state.pop("weight"), {f"weight.{k.removeprefix('weight.')}": v for k, v in state.items()}, device="cpu"
-    )
-    decoded = decoded_by(bnb, loaded.data, loaded.quant_state, original.shape)
-    expected = nf4.decode(nf4.from_tensors("weight", ours, "file")).astype(np.float32)
-    assert np.array_equal(decoded, expected)
