@@ -100,10 +100,8 @@ def test_a_folder_quantised_here_loads_in_bitsandbytes(torch, transformers, plai
         return array if keep else nf4.encode(array, nested=nested)
 
     packed = {path: encoded(path, array) for path, array in stream(plain_folder)}
-    save(tmp_path / "packed", packed.items(), source=plain_folder)
     quantize(plain_folder, tmp_path / "quantized", nested=nested, skip=["layers.1.self_attn.v_proj"])
-    assert contents(tmp_path / "quantized")["model.safetensors"] == contents(tmp_path / "packed")["model.safetensors"]
-    model = load(torch, transformers, tmp_path / "packed")
+    model = load(torch, transformers, tmp_path / "quantized")
     for path, tensor in packed.items():
         if isinstance(tensor, nf4.NF4Tensor):
             weight = model.get_submodule("model." + path.removesuffix(".weight")).weight
