@@ -47,8 +47,8 @@ def check_host_layers(plan: Sequence[LayerStack], full_finetuning: bool) -> None
         raise ConfigError("offload_layers: expected false where every weight is trained, got true")
     if all(stack.count == 1 for stack in plan):
         raise ConfigError(
-            "offload_layers: expected false where no layers are scanned, got true; scan them, on a model with "
-            "layers of one kind"
+            "offload_layers: expected false where no layers are scanned, got true; set scan as the loop over layers, "
+            "on a model with layers of one kind"
         )
 
 

@@ -74,7 +74,7 @@ def _left_out(
         raise ConfigError(
             f"qat.modules_to_not_quantize: expected {block}.({together}) together, which are one product, and in all "
             f"of the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(found[:4])} alone"
-            + ("; layers that are not scanned may differ" if len(places) > 1 else "")
+            + ("; layers may differ where they are unrolled" if len(places) > 1 else "")
         )
     return bool(found)
 
@@ -92,7 +92,7 @@ def _check(projection: Projection, where: str, aware: QuantizationAware) -> None
     plain = all(name in ("bfloat16", "float16", "float32") for name in weight.formats)
     if not plain and weight.formats != _OWN.get(scheme):
         raise ConfigError(
-            f"qat.weights: expected a base in 16 or 32 bits, not quantised as it is read, with {scheme}, got "
+            f"qat.weights: expected a base in 16 or 32 bits (load_in_4bit: false) with {scheme}, got "
             f"{' and '.join(weight.formats)} weights in {where}.({names}); a base in NF4 is served with nf4"
         )
     for name, own, table in (("weights", scheme, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):

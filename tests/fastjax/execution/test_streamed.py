@@ -33,7 +33,7 @@ def in_host(model):
 
 def by_chunks(model, chunk):
     """The model whose MLPs compute so many tokens at a time."""
-    return model.executed(dataclasses.replace(model.execution, mlp_chunk=chunk))
+    return model.executed(dataclasses.replace(model.execution, chunk=chunk))
 
 
 def loop_bodies(text):

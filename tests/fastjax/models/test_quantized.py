@@ -215,7 +215,7 @@ def test_modules_are_left_out_by_name(tmp_path):
         (None, {"weights": "int3"}, "qat.weights: expected one of int4-32, int4-128"),
         (None, {"activations": "int4"}, "qat.activations: expected one of int8, fp8, fp8-128, nvfp4, got 'int4'"),
         (None, {"modules_to_not_quantize": ["k_proj"]}, "self_attn.(q_proj, k_proj, v_proj) together"),
-        (None, {"modules_to_not_quantize": ["layers.0.mlp"]}, "layers differ with layer_loop: unroll"),
+        (None, {"modules_to_not_quantize": ["layers.0.mlp"]}, "; layers may differ where they are unrolled"),
         (None, {"modules_to_not_quantize": ["layers"]}, "expected a projection that is quantised, got none"),
         (None, {"modules_to_not_quantize": ["k"]}, "qat.modules_to_not_quantize: no module has the name 'k'"),
     ],
