@@ -182,8 +182,7 @@ def _in_process(name: str, *values: object, python: str = sys.executable) -> Non
 def write_prompts(model: str, adapter: str, questions: list[str], file: str) -> None:
     """Write the questions in the chat template, as in `fastjax generate`, and the stop tokens."""
     from fastjax.data import Encoder
-    from fastjax.data.new_tokens import own_tokenizer
-    from fastjax.data.tokenizer import load_tokenizer
+    from fastjax.data.tokenizer import load_tokenizer, own_tokenizer
 
     encoder = Encoder(own_tokenizer(adapter) or load_tokenizer(model))
     prompts = [encoder.encode_prompt([{"role": "user", "content": question}]) for question in questions]

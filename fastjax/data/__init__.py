@@ -4,7 +4,7 @@ A row passes through the modules of this folder in one direction::
 
     files            JSON lines, JSON, CSV, parquet → rows, each with its file and line
     sources          files, folders, globs and data sets of the `datasets` library → rows
-    columns          rows → TextRecord | ChatRecord, or by token_rows TokenRecord
+    columns          rows (their cells) → TextRecord | ChatRecord, or by token_rows TokenRecord
     mixture          the examples of an epoch from several data sets
     template         the chat template: messages → text and the ranges of the responses in it
                      (in template_environment, a sandbox with the limits of template_limits)
@@ -18,24 +18,23 @@ A row passes through the modules of this folder in one direction::
     preferences      answers of pairs, or with labels: from preference_columns by preference_groups to groups in rows
     batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
-`prepare` runs all but the last. `stream` does the same incrementally during training (streaming), and `prefetched`
-runs either ahead of the train step. Nothing here imports JAX or torch.
+`prepare` runs all but the last. `StreamedBatches` does the same incrementally during training, and `Prefetched` runs
+either ahead of the train step. Nothing here imports JAX or torch.
 """
 
 from fastjax.data.batches import Batch, Batches, BatchSource
 from fastjax.data.columns import parse_row
 from fastjax.data.dataset import Dataset, DataStatistics
-from fastjax.data.documents import Documents
+from fastjax.data.documents import Documents, Example, Examples
 from fastjax.data.encoding import Encoder
-from fastjax.data.examples import Example, Examples
 from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
 from fastjax.data.packing import PackedRows, pack_documents
-from fastjax.data.prefetch import Prefetched, prefetched
+from fastjax.data.prefetch import Prefetched
 from fastjax.data.prepare import prepare
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import read_jsonl
-from fastjax.data.streaming import StreamedBatches, stream
+from fastjax.data.streaming import StreamedBatches
 from fastjax.data.tokenizer import load_tokenizer
 
 __all__ = [
@@ -61,9 +60,7 @@ __all__ = [
     "load_tokenizer",
     "pack_documents",
     "parse_row",
-    "prefetched",
     "prepare",
     "read_jsonl",
     "set_chat_template",
-    "stream",
 ]

@@ -22,12 +22,12 @@ these two, so that a conversation is the same text in training and afterwards.
 """
 
 import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from convert import strict_json
 from convert.errors import shorten, shown
+from fastjax.data.cells import Cells, check_text, describe
 from fastjax.data.records import ChatRecord, Message, Record, TextRecord, Written
 from fastjax.data.settings import COLUMNS, Role
 from fastjax.data.token_rows import token_record
@@ -107,108 +107,75 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
     Raises:
         DataError: The columns of no kind or of several, or values of the wrong type.
     """
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object with {_KINDS_IN_WORDS}, found {describe(row)}")
-    columns = columns or {}
-    kind = _kind(row, where, columns)
-
-    def value(meaning: str) -> Any:
-        return row.get(columns.get(meaning, meaning))
-
-    def name(meaning: str) -> str:
-        return shown(columns.get(meaning, meaning), 80)
-
+    cells = Cells(row, where, columns, _KINDS_IN_WORDS)
+    kind = _kind(cells)
     if kind == "text":
-        return TextRecord(_text(value("text"), where, name("text")), where)
+        return TextRecord(cells.text("text"), where)
     if kind == "input_ids":
-        return token_record(value, name, where)
-    tools = parse_tools(value("tools"), where)
-    if kind in ("messages", "conversations"):
-        messages, train = _messages(value(kind), where, name(kind))
-        record: Written = ChatRecord(messages, where, tools, train=train)
-    elif kind == "instruction":
-        record = _instruction(value, where, name, tools)
-    else:
-        names = name("prompt"), name("completion")
-        prompt, completion = unpacked(value("prompt")), unpacked(value("completion"))
-        record = completion_record(prompt, completion, where, names, tools, templated=templated)
-    return with_context(record, value, name)
+        return token_record(cells)
+    if kind == "prompt":
+        prompt, completion = unpacked(cells["prompt"]), unpacked(cells["completion"])
+        return completion_record(cells, prompt, completion, "completion", templated=templated)
+    tools = _tools(cells)
+    if kind == "instruction":
+        return _with_context(ChatRecord(_instruction(cells), where, tools), cells)
+    messages, train = _messages(cells[kind], where, cells.name(kind))
+    return _with_context(ChatRecord(messages, where, tools, train=train), cells)
 
 
-def completion_record(
-    prompt: Any,
-    completion: Any,
-    where: str,
-    names: tuple[str, str],
-    tools: list[dict[str, Any]] | None = None,
-    *,
-    templated: bool = False,
-) -> Written:
-    """A prompt and its completion as an example.
+def completion_record(cells: Cells, prompt: Any, completion: Any, meaning: str, *, templated: bool = False) -> Written:
+    """A prompt and its completion as an example, with the tools and the context of their row.
 
     Args:
+        cells: The row.
         prompt: A text, or a list of messages.
-        completion: Likewise.
-        where: Their place, for errors.
-        names: Of their columns, for errors.
-        tools: The functions that the assistant may call.
+        completion: The same.
+        meaning: That of the completion's column, for errors.
         templated: As of `parse_row`.
 
     Raises:
         DataError: Values of the wrong type.
     """
+    where, names, tools = cells.where, (cells.name("prompt"), cells.name(meaning)), _tools(cells)
     if isinstance(prompt, list) or isinstance(completion, list):
-        given, before = _messages(prompt, where, names[0])
-        said, behind = _messages(completion, where, names[1])
+        asked, before = _messages(prompt, where, names[0])
+        answered, behind = _messages(completion, where, names[1])
         train = None
         if before or behind:
-            train = (*(before or (None,) * len(given)), *(behind or (None,) * len(said)))
-        return ChatRecord([*given, *said], where, tools, len(given), train)
-    prompt, completion = _text(prompt, where, names[0]), _text(completion, where, names[1])
+            train = (*(before or (None,) * len(asked)), *(behind or (None,) * len(answered)))
+        return _with_context(ChatRecord([*asked, *answered], where, tools, len(asked), train), cells)
+    prompt, completion = check_text(prompt, where, names[0]), check_text(completion, where, names[1])
     if templated:
-        return ChatRecord(_question(prompt) + _answer(completion), where, tools)
-    return TextRecord(prompt + completion, where, len(prompt))
+        return _with_context(ChatRecord(_question(prompt) + _answer(completion), where, tools), cells)
+    return _with_context(TextRecord(prompt + completion, where, len(prompt)), cells)
 
 
-def with_context(record: Written, value: Callable[[str], Any], name: Callable[[str], str]) -> Written:
-    """A record with what its row says of the whole conversation: the system's message and the template's variables.
-
-    Args:
-        record: The record.
-        value: Gives the row's value of a meaning.
-        name: Gives a column's name for errors.
-
-    Raises:
-        DataError: Values of the wrong type, or beside a plain text, or another system's message in the conversation.
-    """
-    called = "system"
-    system = value("system")
-    if system is None and (system := value("system_prompt")) is not None:
-        called = "system_prompt"
-    options = _json(value("chat_template_kwargs"), record.where, name("chat_template_kwargs")[1:-1])
-    options = check_options({} if options is None else options, f"{record.where}: {name('chat_template_kwargs')}")
-    if (documents := value("documents")) is not None:
+def _with_context(record: Written, cells: Cells) -> Written:
+    """A record with what its row says of the whole conversation: the system's message and the template's variables."""
+    where, meaning = cells.where, "system" if cells["system"] is not None else "system_prompt"
+    options = _json(cells["chat_template_kwargs"], where, cells.name("chat_template_kwargs")[1:-1])
+    options = check_options({} if options is None else options, f"{where}: {cells.name('chat_template_kwargs')}")
+    if (documents := cells["documents"]) is not None:
         if not isinstance(documents, list):
-            raise DataError(f"{record.where}: {name('documents')} must be a list, found {describe(documents)}")
+            raise cells.wrong("documents", "a list")
         options |= {"documents": documents}
-    if system in (None, "") and not options:
+    if not cells[meaning] and not options:
         return record
     if isinstance(record, TextRecord):
-        given = name(called) if system else name("documents" if "documents" in options else "chat_template_kwargs")
+        given = meaning if cells[meaning] else "documents" if "documents" in options else "chat_template_kwargs"
         raise DataError(
-            f"{record.where}: {given}: expected a conversation beside it, since prompt and completion of plain text "
-            "have no chat template; name one (data.chat_template), or another column (columns)"
+            f"{where}: {cells.name(given)}: expected a conversation beside it, since prompt and completion of plain "
+            "text have no chat template; name one (data.chat_template), or another column (columns)"
         )
-    if system:
-        system = _text(system, record.where, name(called))
-        first = record.messages[0]
+    if cells[meaning]:
+        system, first = cells.text(meaning), record.messages[0]
         if first["role"] not in ("system", "developer"):
             train = None if record.train is None else (None, *record.train)
             messages = [{"role": "system", "content": system}, *record.messages]
             record = record._replace(messages=messages, train=train, prompt=record.prompt and record.prompt + 1)
         elif first.get("content") != system:
             raise DataError(
-                f"{record.where}: {name(called)} and the system's message in the conversation are not the same: leave "
+                f"{where}: {cells.name(meaning)} and the system's message in the conversation are not the same: leave "
                 "one of them out"
             )
     return record._replace(options=options or None)
@@ -238,24 +205,21 @@ def check_options(options: Any, where: str) -> dict[str, Any]:
 _KINDS_IN_WORDS = "messages, conversations, prompt and completion, instruction and output, text, or input_ids"
 
 
-def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str:
+def _kind(cells: Cells) -> str:
     """The one kind with all its columns in the row."""
-    wanted, named = _wanted(tuple(columns.items()))
-    there = {name for name, value in row.items() if value is not None}
-    found = [kind for kind, needed in wanted.items() if there.issuperset(needed)]
-    if len(found) == 1 or found[-1:] == ["input_ids"]:
-        return found[-1]
-    if found:
+    wanted, named = _wanted(tuple(cells.columns.items()))
+    present = cells.present()
+    kinds = [kind for kind, needed in wanted.items() if present.issuperset(needed)]
+    if len(kinds) == 1 or kinds[-1:] == ["input_ids"]:
+        return kinds[-1]
+    if kinds:
         raise DataError(
-            f"{where}: the columns of several kinds of example: {', '.join(found)}; say which to read, for instance "
-            f"columns: {{{found[0]}: {columns.get(found[0], found[0])}}}"
+            f"{cells.where}: the columns of several kinds of example: {', '.join(kinds)}; say which to read, for "
+            f"instance columns: {{{kinds[0]}: {cells.columns.get(kinds[0], kinds[0])}}}"
         )
     names = ", ".join(repr(name) for needed in wanted.values() for name in needed) if named else _KINDS_IN_WORDS
-    listed = ", ".join(shorten(str(name) if name in there else f"{name} (null)", 80) for name in row) or "none"
-    way_out = "; to learn preferences, name a loss (preferences.loss)" if {"chosen", "rejected"} <= there else ""
-    raise DataError(
-        f"{where}: expected the columns {shorten(names)}; the columns there are: {shorten(listed, 500)}{way_out}"
-    )
+    way_out = "; to learn preferences, name a loss (preferences.loss)" if {"chosen", "rejected"} <= present else ""
+    raise cells.lacks(shorten(names), way_out)
 
 
 @functools.lru_cache(maxsize=16)
@@ -267,27 +231,25 @@ def _wanted(columns: tuple[tuple[str, str], ...]) -> tuple[dict[str, tuple[str, 
     return wanted, bool(named)
 
 
-def _instruction(value: Any, where: str, name: Any, tools: Any) -> ChatRecord:
-    instruction, output = (_text(value(meaning), where, name(meaning)) for meaning in ("instruction", "output"))
-    given = value("input")
+def _instruction(cells: Cells) -> list[Message]:
+    """The messages of an instruction and its output, behind the questions and answers before them."""
+    instruction, output, given = cells.text("instruction"), cells.text("output"), cells["input"]
     question = _question(instruction)
-    if given is not None and _text(given, where, name("input")):
+    if given is not None and cells.text("input"):
         # A template may set the two apart, as Alpaca's does.
         question[0] |= {"content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
-    before: list[Message] = []
-    history = value("history")
+    history, before = cells["history"], []
     if history is not None and not isinstance(history, list):
-        raise DataError(
-            f"{where}: {name('history')} must be a list of questions with answers, found {describe(history)}"
-        )
+        raise cells.wrong("history", "a list of questions with answers")
     for number, turn in enumerate(history or ()):
         texts = list(turn) if isinstance(turn, list | tuple) else []
         if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             raise DataError(
-                f"{where}: {name('history')}[{number}] must be a question and its answer, found {describe(turn)}"
+                f"{cells.where}: {cells.name('history')}[{number}] must be a question and its answer, found "
+                f"{describe(turn)}"
             )
         before += _question(texts[0]) + _answer(texts[1])
-    return ChatRecord(before + question + _answer(output), where, tools)
+    return before + question + _answer(output)
 
 
 def _question(text: str) -> list[Message]:
@@ -296,12 +258,6 @@ def _question(text: str) -> list[Message]:
 
 def _answer(text: str) -> list[Message]:
     return [{"role": "assistant", "content": text}]
-
-
-def _text(value: Any, where: str, name: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{where}: {name} must be a string, found {describe(value)}")
-    return value
 
 
 def _list(value: Any, where: str) -> list[Any]:
@@ -428,25 +384,14 @@ def _turn(turn: dict[str, Any], where: str) -> Message:
     return _message(message, where)
 
 
-def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The callable functions; many data sets store them as a string of JSON.
-
-    Args:
-        value: Of the column `tools`.
-        where: Its place, for errors.
-
-    Returns:
-        JSON schemas in OpenAI's format; None: there are none.
-
-    Raises:
-        DataError: Anything else.
-    """
-    value = _json(value, where, "tools")
+def _tools(cells: Cells) -> list[dict[str, Any]] | None:
+    """The callable functions, in OpenAI's format; many data sets store them as a string of JSON."""
+    value = _json(cells["tools"], cells.where, "tools")
     if not value:
         return None
-    tools = [_json(tool, where, "tools") for tool in value] if isinstance(value, list) else []
+    tools = [_json(tool, cells.where, "tools") for tool in value] if isinstance(value, list) else []
     if not tools or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: 'tools' must be a list of JSON schemas, found {describe(value)}")
+        raise DataError(f"{cells.where}: 'tools' must be a list of JSON schemas, found {describe(value)}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -476,17 +421,3 @@ def _json(value: Any, where: str, name: str) -> Any:
         return strict_json.parse(value)
     except ValueError:
         raise DataError(f"{where}: {name!r} is not valid JSON: {describe(value)}") from None
-
-
-def describe(value: Any) -> str:
-    """A value as JSON, shortened, for errors.
-
-    Args:
-        value: Anything.
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError:
-        return "what is nested too deep"
-    text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair cannot be printed
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,9 +9,8 @@ from jaxtyping import Int64, Shaped
 from convert.errors import shown
 from fastjax.data import cache, notes
 from fastjax.data.dataset import Dataset, DataStatistics
-from fastjax.data.documents import IGNORE, Documents, spans
+from fastjax.data.documents import IGNORE, Documents, Examples, spans
 from fastjax.data.encoding import Encoder
-from fastjax.data.examples import Examples
 from fastjax.data.origins import Origins
 from fastjax.data.packing import pack_documents
 from fastjax.data.preferences import Role

@@ -27,7 +27,7 @@ import numpy as np
 from convert.errors import shown
 from fastjax.data.boundaries import TokenOffsets, encoded_apart
 from fastjax.data.columns import check_options
-from fastjax.data.examples import Examples
+from fastjax.data.documents import Examples
 from fastjax.data.notes import JOINED, SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record, TokenRecord, Written
 from fastjax.data.responses import Conversation
@@ -147,17 +147,6 @@ class Encoder:
         if count:
             yield self._encode_chunk(chats, noted)
 
-    def texts(self, records: Iterable[Record]) -> list[str]:
-        """The tokenizer's input for examples.
-
-        Args:
-            records: The examples.
-
-        Returns:
-            Their texts, conversations rendered by the chat template; token ids have none.
-        """
-        return [self._render(record)[-1].text for record in records if not isinstance(record, TokenRecord)]
-
     def encode_prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Encode a conversation for the assistant to continue, with the tokens of its beginning in training.
 
@@ -174,7 +163,7 @@ class Encoder:
         """
         if self._as_text:
             messages, tools = (self._as_text.hidden(value, "the prompt") for value in (list(messages), tools))
-        text = self.template.render(messages, "the prompt", tools=tools, add_generation_prompt=True)
+        text = self.template.render(messages, "the prompt", {"tools": tools}, add_generation_prompt=True).text
         check_characters(text, "the prompt")
         return self._beginning(self._as_text.shown(text) if self._as_text else text)
 

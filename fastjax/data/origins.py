@@ -3,7 +3,7 @@
 An example's name nearly always ends in a number: `train.jsonl:12`, `org/name[train] row 7`. The prefix is stored once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -40,24 +40,6 @@ class Origins(NamedTuple):
             place.append(places.setdefault(head, len(places)))
             number.append(int(tail))
         return cls(tuple(places), np.asarray(place, np.int32), np.asarray(number, np.int64))
-
-    @classmethod
-    def concatenate(cls, parts: Sequence["Origins"]) -> "Origins":
-        """Concatenate origins.
-
-        Args:
-            parts: In order.
-        """
-        places: dict[str, int] = {}
-        renamed = []
-        for part in parts:
-            new = [places.setdefault(name, len(places)) for name in part.places]
-            renamed.append(np.asarray(new, np.int32)[part.place])
-        return cls(
-            tuple(places),
-            np.concatenate([*renamed, np.zeros(0, np.int32)]),
-            np.concatenate([*(part.number for part in parts), np.zeros(0, np.int64)]),
-        )
 
     def name(self, example: int) -> str:
         """The name of an example.

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import shorten, shown
-from fastjax.data.columns import completion_record, describe, parse_tools, unpacked, with_context
+from fastjax.data.cells import Cells, describe
+from fastjax.data.columns import completion_record, unpacked
 from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import Pairing
 from fastjax.errors import DataError
@@ -42,62 +42,49 @@ def parse_preference(
         DataError: Other columns, or values of the wrong type.
     """
     expected = _EXPECTED[pairing]
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object with {expected}, found {describe(row)}")
-    names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools", "margin")}
-    values = {meaning: row.get(name) for meaning, name in names.items()}
-    for meaning in ("prompt", *_PAIR, "completion"):
-        values[meaning] = message = unpacked(values[meaning])
-        if meaning != "prompt" and isinstance(message, Mapping) and message:
-            values[meaning] = [message]
-    shown_names = {meaning: shown(name, 80) for meaning, name in names.items()}
-    tools = parse_tools(values["tools"], where)
-
-    def answer(prompt: Any, meaning: str, said: Any) -> Any:
-        own = shown_names["prompt"], shown_names[meaning]
-        record = completion_record(prompt, said, where, own, tools, templated=templated)
-        named = columns or {}
-        return with_context(
-            record, lambda name: row.get(named.get(name, name)), lambda name: shown(named.get(name, name), 80)
-        )
-
-    if all(values[meaning] is not None for meaning in _PAIR):
-        chosen, rejected = values["chosen"], values["rejected"]
-        for kind, what in ((str, "a string"), (list, "a list of messages")):
-            if isinstance(chosen, kind) and not isinstance(rejected, kind):
-                raise DataError(
-                    f"{where}: {shown_names['rejected']} must be {what}, as {shown_names['chosen']} is, found "
-                    f"{describe(rejected)}"
-                )
-        if not isinstance(chosen, str | list):
-            raise DataError(
-                f"{where}: {shown_names['chosen']} must be a string or a list of messages, found {describe(chosen)}"
-            )
-        prompt, *said = _split(values["prompt"], chosen, rejected, f"{where}: {shown_names['prompt']}")
-        if not prompt and values["prompt"] is None:
-            both = f"{shown_names['chosen']} and {shown_names['rejected']}"
+    cells = Cells(row, where, columns, expected)
+    if all(cells[meaning] is not None for meaning in _PAIR):
+        prompt, *said = _split(*_pair(cells), f"{where}: {cells.name('prompt')}")
+        if not prompt and cells["prompt"] is None:
+            both = " and ".join(map(cells.name, _PAIR))
             raise DataError(f"{where}: expected a prompt, or one that {both} begin with, got none")
-        answers = tuple(answer(prompt, meaning, one) for meaning, one in zip(_PAIR, said, strict=True))
-        margin = _margin(values["margin"], where, shown_names["margin"]) if pairing == "ranked" else 0.0
-        return PreferenceRecord(answers, (True, False), where, margin)
-    if pairing == "unpaired" and all(values[meaning] is not None for meaning in _SINGLE):
-        label = values["label"]
-        if label not in (True, False):  # 1 and 0 are these
-            raise DataError(f"{where}: {shown_names['label']} must be true or false, found {describe(label)}")
-        label = bool(label)
-        return PreferenceRecord((answer(values["prompt"], "completion", values["completion"]),), (label,), where)
-    listed = ", ".join(shorten(str(name) if value is not None else f"{name} (null)", 80) for name, value in row.items())
-    raise DataError(
-        f"{where}: expected the columns {expected}; the columns there are: {shorten(listed or 'none', 500)}"
-    )
+        both = zip(said, _PAIR, strict=True)
+        answers = tuple(completion_record(cells, prompt, one, name, templated=templated) for one, name in both)
+        return PreferenceRecord(answers, (True, False), where, _margin(cells) if pairing == "ranked" else 0.0)
+    if pairing != "unpaired" or any(cells[meaning] is None for meaning in _SINGLE):
+        raise cells.lacks(expected)
+    if cells["label"] not in (True, False):  # 1 and 0 are these
+        raise cells.wrong("label", "true or false")
+    prompt, completion = unpacked(cells["prompt"]), _answer(cells["completion"])
+    answer = completion_record(cells, prompt, completion, "completion", templated=templated)
+    return PreferenceRecord((answer,), (bool(cells["label"]),), where)
 
 
-def _margin(value: Any, where: str, name: str) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: {name} must be a finite number, found {describe(value)}")
-    return float(value)
+def _pair(cells: Cells) -> tuple[Any, Any, Any]:
+    """The prompt and the two answers of a row, each a text or a list of messages."""
+    chosen, rejected = (_answer(cells[meaning]) for meaning in _PAIR)
+    for kind, what in ((str, "a string"), (list, "a list of messages")):
+        if isinstance(chosen, kind) and not isinstance(rejected, kind):
+            raise cells.wrong("rejected", f"{what}, as {cells.name('chosen')} is")
+    if not isinstance(chosen, str | list):
+        raise cells.wrong("chosen", "a string or a list of messages")
+    return unpacked(cells["prompt"]), chosen, rejected
+
+
+def _answer(value: Any) -> Any:
+    """An answer as a text or a list of messages; it may be a single message."""
+    value = unpacked(value)
+    return [value] if isinstance(value, Mapping) and value else value
+
+
+def _margin(cells: Cells) -> float:
+    value = cells["margin"]
+    try:
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+            return float(value or 0)
+    except OverflowError:  # an integer beyond floating point
+        pass
+    raise cells.wrong("margin", "a finite number")
 
 
 def _split(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:

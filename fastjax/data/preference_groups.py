@@ -13,10 +13,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from fastjax.data import notes
-from fastjax.data.documents import Counts
+from fastjax.data.documents import Counts, Example
 from fastjax.data.encoded import Encoded, Say, told
 from fastjax.data.encoding import Encoder
-from fastjax.data.examples import Example
 from fastjax.data.preferences import Role, documents_of
 from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import Pairing, TooLong

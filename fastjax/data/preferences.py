@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int
 
-from fastjax.data.documents import Counts, Documents
-from fastjax.data.examples import Example, Examples
+from fastjax.data.documents import Counts, Documents, Example, Examples
 from fastjax.data.packing import PackedRows, pack_documents
 
 

@@ -7,7 +7,7 @@ the iterator. NumPy, the tokenizer and the copy to a device release Python's loc
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -23,10 +23,19 @@ _END = object()
 
 
 class Prefetched(Generic[T]):
-    """An iterator with its next values computed in a thread; a context manager that closes it."""
+    """An iterator with its next values computed in a thread, in order; a context manager that closes it.
 
-    def __init__(self, iterator: Iterator[Any], depth: int, transform: Callable[[Any], T] | None = None):
-        """Start the thread; see `prefetched`."""
+    An exception of the iterator or of the transform is raised in place of its value.
+    """
+
+    def __init__(self, iterator: Iterator[Any], depth: int = 2, transform: Callable[[Any], T] | None = None):
+        """Start the thread.
+
+        Args:
+            iterator: The iterator; if it has `close`, the thread calls it.
+            depth: Values ready at most; one more may be in progress.
+            transform: Applied to each value in the thread, for instance a copy to a device; None: nothing.
+        """
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -34,7 +43,7 @@ class Prefetched(Generic[T]):
         )
         self._thread.start()
 
-    def __iter__(self) -> "Prefetched[T]":
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
@@ -58,26 +67,11 @@ class Prefetched(Generic[T]):
             except queue.Empty:
                 self._thread.join(0.01)
 
-    def __enter__(self) -> "Prefetched[T]":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def prefetched(iterator: Iterator[Any], depth: int = 2, transform: Callable[[Any], T] | None = None) -> "Prefetched[T]":
-    """Run an iterator ahead in a thread.
-
-    Args:
-        iterator: The iterator; if it has `close`, the thread calls it.
-        depth: Values ready at most; one more may be in progress.
-        transform: Applied to each value in the thread, for instance a copy to a device; None: nothing.
-
-    Returns:
-        The same values in the same order. An exception of either is raised in place of its value.
-        Close it (`with prefetched(…) as values`) to end it early.
-    """
-    return Prefetched(iterator, depth, transform)
 
 
 def _run(

@@ -142,7 +142,7 @@ class Conversation:
         return self._known[count, prompted]
 
     def _rendered(self, messages: Sequence[Message], prompted: bool = False) -> RenderedChat:
-        return self._template.rendered(messages, self._where, self._variables, prompted)
+        return self._template.render(messages, self._where, self._variables, add_generation_prompt=prompted)
 
     def _left_out(self, text: str, learnt: Mapping[int, tuple[str, str]]) -> Collection[str]:
         """`left_out`, of the messages as the template sees them."""

@@ -19,14 +19,12 @@ from jaxtyping import Int, Int64
 
 from fastjax.data import notes
 from fastjax.data.batches import Batch, stack
-from fastjax.data.documents import Counts, Documents
+from fastjax.data.documents import Counts, Documents, Examples
 from fastjax.data.encoded import Say, nothing_to_learn
-from fastjax.data.encoding import Encoder
-from fastjax.data.examples import Examples
 from fastjax.data.mixture import next_source
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, Rows, pack_documents
-from fastjax.data.prefetch import prefetched
+from fastjax.data.prefetch import Prefetched
 from fastjax.data.prepare import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.records import Record
 from fastjax.data.settings import NO_CACHE, DataOptions
@@ -77,7 +75,10 @@ class _Window(NamedTuple):
 
 
 class StreamedBatches:
-    """Batches of data sets that are read incrementally; a `BatchSource`.
+    """Batches of data sets that are read during training; a `BatchSource`.
+
+    With weights, every data set has its share of the examples at any time; see `next_source`. There are no epochs: a
+    data set begins again at its own end, and the others go on, so that every example has its turn.
 
     Attributes:
         fingerprint: Of everything that shapes the rows: the data sets, the tokenizer, the options.
@@ -89,24 +90,43 @@ class StreamedBatches:
 
     def __init__(
         self,
-        sources: Sequence[OpenSource],
-        encoder: Encoder,
+        sources: Sources,
+        tokenizer: "PreTrainedTokenizerFast",
         max_seq_length: int,
-        shape: tuple[int, int],
-        seed: int,
-        now: str | None,
-        progress: Say | None,
+        batch_size: int,
+        accumulation_steps: int = 1,
+        options: DataOptions = NO_CACHE,
+        *,
+        seed: int = 0,
+        now: str | None = None,
+        progress: Say | None = None,
     ):
-        """See `stream`; the shape is that of a batch, (A, B)."""
-        options = encoder.options
-        shaping = [*shaped_by(options, max_seq_length), seed]
-        self.fingerprint, self.now = identity(sources, encoder.tokenizer, shaping), now
+        """Open the data sets; nothing is read yet.
+
+        Args:
+            sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts),
+                or several of these.
+            tokenizer: The model's tokenizer; it has the options' chat template afterwards.
+            max_seq_length: Tokens in a row.
+            batch_size: Rows in a microbatch (B).
+            accumulation_steps: Microbatches in a batch (A).
+            options: The treatment of the rows; nothing is held out, and nothing kept.
+            seed: Of the order of the rows.
+            now: As of `prepare`.
+            progress: Takes a message at the first row with special tokens in its content.
+
+        Raises:
+            OSError: A missing file or data set.
+            ConfigError: A tokenizer without EOS or the template's tokens; a wrong option.
+            DataError: `datasets` cannot read a data set.
+        """
+        self._sources = open_data(sources, tokenizer, options, streaming=True)
+        self._encoder, self.now = timed_encoder(tokenizer, options, now)
+        self.fingerprint = identity(self._sources, tokenizer, [*shaped_by(options, max_seq_length), seed])
         self.counts = Counts()
         self.notes: notes.Notes = {}
-        self._sources = list(sources)
-        self._encoder = encoder
         self._row_length = max_seq_length
-        self._shape = shape
+        self._shape = (accumulation_steps, batch_size)
         self._seed = seed
         self._progress = progress
         self._positions: dict[int, dict[str, Any]] = {}
@@ -139,7 +159,7 @@ class StreamedBatches:
             step, place, dealt = 0, Place(nothing, nothing), 0
         self._positions[step] = _position(place, dealt)
         per_batch = self._shape[0] * self._shape[1]
-        with prefetched(self._make_windows(place), depth=1) as windows:
+        with Prefetched(self._make_windows(place), depth=1) as windows:
             waiting: list[tuple[_Window, int]] = []  # rows to deal out, by their place in the order
             while stop is None or step < stop:
                 while len(waiting) < per_batch:
@@ -303,45 +323,3 @@ class _Reader:
 
 def _position(place: Place, dealt: int) -> dict[str, Any]:
     return place._asdict() | {"taken": list(place.taken), "drawn": list(place.drawn), "dealt": dealt}
-
-
-def stream(
-    sources: Sources,
-    tokenizer: "PreTrainedTokenizerFast",
-    max_seq_length: int,
-    batch_size: int,
-    accumulation_steps: int = 1,
-    options: DataOptions = NO_CACHE,
-    *,
-    seed: int = 0,
-    now: str | None = None,
-    progress: Say | None = None,
-) -> StreamedBatches:
-    """Batches from data sets that are read during training.
-
-    With weights, every data set has its share of the examples at any time; see `next_source`. There are no epochs: a
-    data set begins again at its own end, and the others go on, so that every example has its turn.
-
-    Args:
-        sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts), or
-            several of these.
-        tokenizer: The model's tokenizer; it has the options' chat template afterwards.
-        max_seq_length: Tokens in a row.
-        batch_size: Rows in a microbatch (B).
-        accumulation_steps: Microbatches in a batch (A).
-        options: The treatment of the rows; nothing is held out, and nothing kept.
-        seed: Of the order of the rows.
-        now: As of `prepare`.
-        progress: Takes a message at the first row with special tokens in its content.
-
-    Returns:
-        The batches; nothing is read yet.
-
-    Raises:
-        OSError: A missing file or data set.
-        ConfigError: A tokenizer without EOS or the template's tokens; a wrong option.
-        DataError: `datasets` cannot read a data set.
-    """
-    opened = open_data(sources, tokenizer, options, streaming=True)
-    encoder, now = timed_encoder(tokenizer, options, now)
-    return StreamedBatches(opened, encoder, max_seq_length, (accumulation_steps, batch_size), seed, now, progress)

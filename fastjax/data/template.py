@@ -120,53 +120,29 @@ class ChatTemplate:
     @functools.cached_property
     def turns(self) -> Turns:
         """The way in which it ends turns."""
-        return Turns(self.render, self._ends, self._added)
+        return Turns(lambda chat: self.render(chat, "a probe").text, self._ends, self._added)
 
     def render(
         self,
         messages: Sequence[Message],
         where: str,
+        variables: Mapping[str, Any] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """Render messages as text.
-
-        Args:
-            messages: The messages in order.
-            where: Their place, for errors.
-            tools: The functions that the assistant may call.
-            options: Further variables of the template, as `enable_thinking` or `documents`; they stand before the
-                template's own.
-            add_generation_prompt: Add the beginning of the assistant's turn.
-
-        Returns:
-            The text, special tokens included.
-
-        Raises:
-            DataError: The template refuses the messages.
-        """
-        return self.rendered(messages, where, {**(options or {}), "tools": tools}, add_generation_prompt).text
-
-    def rendered(
-        self,
-        messages: Sequence[Message],
-        where: str,
-        variables: Mapping[str, Any],
         add_generation_prompt: bool = False,
     ) -> RenderedChat:
-        """Render messages, with the marked responses if there are any.
+        """Render messages as text, special tokens included, with the marked responses if there are any.
 
         Args:
             messages: The messages in order.
             where: Their place, for errors.
-            variables: The template's others in this conversation, with "tools".
-            add_generation_prompt: As of `render`.
+            variables: Further ones of the template in this conversation, as `tools`, the functions that the assistant
+                may call, `enable_thinking` or `documents`; they stand before the template's own.
+            add_generation_prompt: Add the beginning of the assistant's turn.
 
         Raises:
             DataError: The template refuses the messages.
         """
+        variables = variables or {}
         try:
             tools = variables.get("tools")
             template = self._with_tools if tools else self._template

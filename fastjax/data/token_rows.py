@@ -5,13 +5,13 @@
 left out. Nothing is added: neither BOS nor EOS.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from convert.errors import shorten
+from fastjax.data.cells import Cells
 from fastjax.data.documents import IGNORE
 from fastjax.data.records import TokenRecord
 from fastjax.data.settings import PARTS, LossOn
@@ -20,59 +20,60 @@ from fastjax.errors import DataError
 _LARGEST = np.iinfo(np.int32).max
 
 
-def token_record(value: Callable[[str], Any], name: Callable[[str], str], where: str) -> TokenRecord:
+def token_record(cells: Cells) -> TokenRecord:
     """The example of a row that holds token ids.
 
     Args:
-        value: Gives the row's value of a meaning.
-        name: Gives a column's name for errors.
-        where: The row's place, for errors.
+        cells: The row.
 
     Raises:
         DataError: Values that are no token ids or masks of their length, or several documents in one row.
     """
-    tokens = _integers(value("input_ids"), f"{where}: {name('input_ids')}")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= _LARGEST:
-        raise DataError(f"{where}: {name('input_ids')} must be token ids, found {tokens.min()} to {tokens.max()}")
-    positions = value("position_ids")
-    lengths = value("seq_lengths")
-    if (positions is not None and (np.diff(_integers(positions, f"{where}: {name('position_ids')}")) != 1).any()) or (
-        lengths is not None and len(lengths) > 1
-    ):
-        raise DataError(
-            f"{where}: {name('input_ids')}: expected one document, found several, as {name('position_ids')} or "
-            f"{name('seq_lengths')} says; give each a row of its own, which data.packing packs"
-        )
+
+    def place(meaning: str) -> str:
+        return f"{cells.where}: {cells.name(meaning)}"
 
     def mask(meaning: str) -> np.ndarray | None:
-        if (given := value(meaning)) is None:
+        if (given := cells[meaning]) is None:
             return None
-        found = _alike(given, tokens, f"{where}: {name(meaning)}", bools=True)
-        if not np.isin(found, (0, 1)).all():
-            raise DataError(f"{where}: {name(meaning)} must hold 0 and 1 alone, found {found.min()} to {found.max()}")
-        return found.astype(bool)
+        values = _alike(given, tokens, place(meaning), bools=True)
+        if not np.isin(values, (0, 1)).all():
+            raise DataError(f"{place(meaning)} must hold 0 and 1 alone, found {values.min()} to {values.max()}")
+        return values.astype(bool)
 
-    attended, learn = mask("attention_mask"), np.ones(len(tokens), bool)
-    if (labels := value("labels")) is not None:
-        labels = _alike(labels, tokens, f"{where}: {name('labels')}")
-        learn, completion = labels != IGNORE, None
+    tokens = _integers(cells["input_ids"], place("input_ids"))
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= _LARGEST:
+        raise DataError(f"{place('input_ids')} must be token ids, found {tokens.min()} to {tokens.max()}")
+    positions, lengths = (
+        None if cells[meaning] is None else _integers(cells[meaning], place(meaning))
+        for meaning in ("position_ids", "seq_lengths")
+    )
+    if (positions is not None and (np.diff(positions) != 1).any()) or (lengths is not None and len(lengths) > 1):
+        raise DataError(
+            f"{place('input_ids')}: expected one document, found several, as {cells.name('position_ids')} or "
+            f"{cells.name('seq_lengths')} says; give each a row of its own, which data.packing packs"
+        )
+    attended, completion = mask("attention_mask"), None
+    if (labels := cells["labels"]) is not None:
+        labels = _alike(labels, tokens, place("labels"))
+        learn = labels != IGNORE
         attended = np.ones(len(tokens), bool) if attended is None else attended
         if wrong := np.flatnonzero(learn & attended & (labels != tokens)).tolist():
             raise DataError(
-                f"{where}: {name('labels')} must be those of {name('input_ids')} in the same places, or {IGNORE}, "
+                f"{place('labels')} must be those of {cells.name('input_ids')} in the same places, or {IGNORE}, "
                 f"found {labels[wrong[0]]} for {tokens[wrong[0]]} at {wrong[0]}"
             )
     else:
         assistant, completion = mask("assistant_masks"), mask("completion_mask")
-        learn = learn if assistant is None else assistant
+        learn = np.ones(len(tokens), bool) if assistant is None else assistant
     span = slice(None)
     if attended is not None:
-        there = np.flatnonzero(attended)
-        span = slice(there[0], there[-1] + 1) if len(there) else slice(0)
+        inputs = np.flatnonzero(attended)
+        span = slice(inputs[0], inputs[-1] + 1) if len(inputs) else slice(0)
         if not attended[span].all():
-            raise DataError(f"{where}: {name('attention_mask')}: expected 0 at the ends alone, found it between others")
+            raise DataError(f"{place('attention_mask')}: expected 0 at the ends alone, found it between others")
     completion = None if completion is None else completion[span]
-    return TokenRecord(tokens[span].astype(np.int32), learn[span], where, completion)
+    return TokenRecord(tokens[span].astype(np.int32), learn[span], cells.where, completion)
 
 
 def token_spans(record: TokenRecord, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:

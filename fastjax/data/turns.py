@@ -19,13 +19,11 @@ _SAID: Message = {"role": "assistant", "content": PROBE}
 class Turns:
     """The way in which a template ends its turns."""
 
-    def __init__(
-        self, render: Callable[[Sequence[Message], str], str], special: Collection[str], added: Collection[str]
-    ):
+    def __init__(self, render: Callable[[Sequence[Message]], str], special: Collection[str], added: Collection[str]):
         """Take a template.
 
         Args:
-            render: Its text of messages; the second argument is their place, for errors.
+            render: Its text of messages.
             special: Texts of all special tokens.
             added: Texts of other added tokens.
         """
@@ -68,7 +66,7 @@ class Turns:
         for said in thoughts:
             chat = [_QUESTION, {"role": "assistant", **said}]
             try:
-                own, whole = self._render(chat, "a probe"), self._render(chat * 2, "a probe")
+                own, whole = self._render(chat), self._render(chat * 2)
             except DataError:
                 return True  # it is not known
             if self.last(own, whole)[1] is None:
@@ -128,6 +126,6 @@ class Turns:
     def _behind(self, chat: Sequence[Message]) -> str:
         """The text behind the probe in a conversation; "" where the template refuses it."""
         try:
-            return self._render(chat, "a probe").rpartition(PROBE)[2]
+            return self._render(chat).rpartition(PROBE)[2]
         except DataError:
             return ""

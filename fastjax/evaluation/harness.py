@@ -67,9 +67,8 @@ class HarnessModel(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text."""
-        return self.encoder.template.render(
-            chat_history, "the conversation", tools=None, add_generation_prompt=add_generation_prompt
-        )
+        template = self.encoder.template
+        return template.render(chat_history, "the conversation", add_generation_prompt=add_generation_prompt).text
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of continuations, and whether each is what greedy decoding says."""

@@ -20,8 +20,7 @@ from convert.model.config import ModelConfig
 from convert.model.spec import QUANTIZED
 from convert.trained_over import TrainedOver, held_as
 from convert.weights import Weights, match_weights
-from fastjax.data.new_tokens import add_tokens, vocabulary_size
-from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from fastjax.data.tokenizer import TOKENIZER_FILES, add_tokens, load_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.options import LoadOptions
 from fastjax.lora.fit import OpenAdapter, open_fitting

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from fastjax.data import DataOptions, Encoder
-from fastjax.data.columns import describe, parse_messages
+from fastjax.data.cells import describe
+from fastjax.data.columns import parse_messages
 from fastjax.data.records import Message
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError, DataError

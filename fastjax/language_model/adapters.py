@@ -14,7 +14,7 @@ from convert.adapters import AdapterConfig
 from convert.model.paths import SCORE, TABLES
 from convert.quantization_aware import QuantizationAware
 from convert.trained_over import base_notes
-from fastjax.data.new_tokens import vocabulary_size
+from fastjax.data.tokenizer import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.adapters import build_adapters
 from fastjax.execution.language_model import LanguageModel

@@ -10,7 +10,7 @@ from convert.adapters import Adapter, AdapterConfig, open_adapter
 from convert.families.mapping import family_of, with_score
 from convert.model.config import ModelConfig
 from convert.model.paths import SCORE, WeightPath
-from fastjax.data.new_tokens import own_tokenizer
+from fastjax.data.tokenizer import own_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora.settings import check_adapter
 from fastjax.lora.sites import Shape, adapter_sites

@@ -16,7 +16,7 @@ from convert.errors import shown
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES, WeightPath
 from convert.vocabulary import head_follows, table_rows, token_ids
-from fastjax.data.new_tokens import vocabulary_size
+from fastjax.data.tokenizer import vocabulary_size
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:

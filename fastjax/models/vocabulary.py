@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families import family_for
 from convert.model.config import ModelConfig
-from fastjax.data.new_tokens import vocabulary_size
+from fastjax.data.tokenizer import vocabulary_size
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:

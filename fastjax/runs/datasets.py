@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
+from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare
 from fastjax.data.grouping import ByLength
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import OpenSource, check_sources
@@ -59,8 +59,7 @@ class RunData(NamedTuple):
     @property
     def max_token_id(self) -> int:
         """The largest token id in the data read so far."""
-        found = [data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)]
-        return max(found, default=0)
+        return max((data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)), default=0)
 
     def statistics(self) -> dict[str, str]:
         """The statistics of each data set, in words."""
@@ -80,43 +79,16 @@ def load_run_data(
     given: Given = _NONE,
     now: str | None = None,
 ) -> RunData:
-    """The data, batches and number of steps of a run; see `load_datasets`.
-
-    Args:
-        config: the settings.
-        tokenizer: the run's, of `open_model`.
-        progress: takes a message for people now and then.
-        replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
-        given: as for `load_datasets`.
-        now: as for `load_datasets`.
-    """
-    train, held_out = load_datasets(config, tokenizer, progress, replicas, given, now)
-    batches = train_batches(config, train, replicas)
-    return RunData(train, held_out, batches, total_steps(config, batches))
-
-
-def load_datasets(
-    config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerFast",
-    progress: Callable[[str], None] | None = None,
-    replicas: int = 1,
-    given: Given = _NONE,
-    now: str | None = None,
-) -> tuple[Dataset | StreamedBatches, Dataset | None]:
-    """Read, encode and pack the training data and the held-out data.
+    """Read, encode and pack a run's training data and held-out data; training data that are streamed are only opened.
 
     Args:
         config: the settings.
         tokenizer: the run's, of `open_model`; it has the chat template of the settings afterwards.
         progress: takes a message for people now and then.
-        replicas: as for `load_run_data`.
+        replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
         given: data sets that are open already, by "train" and "eval", in place of the settings'.
         now: the time that the chat template tells, in ISO 8601; None: as of `prepare`. The held-out data have the
             training data's.
-
-    Returns:
-        The training data, which are only opened where one of them is streamed; and the held-out data where the
-        settings name any.
 
     Raises:
         ConfigError: settings that do not suit the data or the tokenizer.
@@ -125,19 +97,19 @@ def load_datasets(
     """
     data, length, settings = config.data, config.model.max_seq_length, config.training
     sources: dict[str, list[Any]] = {name: list(given.get(name) or data.sources(name)) for name in ("train", "eval")}
-    named = [source for listed in sources.values() for source in listed if isinstance(source, DataSource)]
-    check_sources(named)  # before the first of them is encoded
-    pairing = config.preferences.pairing
-    answers = None if pairing is None else (pairing, config.preferences.max_length)
+    check_sources(source for listed in sources.values() for source in listed if isinstance(source, DataSource))
     shared: Any = {"options": data, "seed": settings.seed, "progress": progress}
-    kept: Any = shared | {"preferences": answers}
+    pairing = config.preferences.pairing
+    kept = shared | {"preferences": None if pairing is None else (pairing, config.preferences.max_length)}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
-        train = stream(sources["train"], tokenizer, length, size, parts, now=now, **shared)
+        train = StreamedBatches(sources["train"], tokenizer, length, size, parts, now=now, **shared)
     else:
         train = prepare(sources["train"], tokenizer, length, now=now, **kept)
     apart = sources["eval"] if data.val_set_size is None else sources["train"]
-    return train, prepare(apart, tokenizer, length, held_out=True, now=train.now, **kept) if apart else None
+    held_out = prepare(apart, tokenizer, length, held_out=True, now=train.now, **kept) if apart else None
+    batches = train_batches(config, train, replicas)
+    return RunData(train, held_out, batches, _total_steps(config, batches))
 
 
 def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:
@@ -145,7 +117,7 @@ def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replica
 
     Args:
         config: the settings.
-        train: `load_datasets`' training data.
+        train: the training data.
         replicas: as for `load_run_data`.
     """
     settings = config.training
@@ -156,13 +128,8 @@ def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replica
     return Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed, by_length=by_length)
 
 
-def total_steps(config: TrainConfig, batches: BatchSource) -> int:
-    """The number of updates of the run.
-
-    Args:
-        config: the settings.
-        batches: `train_batches`' batches.
-    """
+def _total_steps(config: TrainConfig, batches: BatchSource) -> int:
+    """The number of updates of the run."""
     if config.training.max_steps is not None:
         return config.training.max_steps
     assert batches.steps_per_epoch is not None, "streamed data come with max_steps, which TrainConfig checks"

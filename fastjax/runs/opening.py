@@ -15,7 +15,7 @@ from convert.families.mapping import with_score
 from convert.files import read_json
 from convert.model.config import ModelConfig
 from convert.trained_over import base_notes
-from fastjax.data.new_tokens import own_tokenizer
+from fastjax.data.tokenizer import own_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.execution.opening import OpenModel, open_folder
 from fastjax.lora.fit import OpenAdapter, open_fitting

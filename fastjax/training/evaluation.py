@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from fastjax.data.batches import Batch
-from fastjax.data.prefetch import prefetched
+from fastjax.data.prefetch import Prefetched
 from fastjax.errors import TrainingError
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.metrics import Evaluation
@@ -42,7 +42,7 @@ def run_evaluation(
         TrainingError: the rows weigh nothing, without a target token.
     """
     called: list[LossSums] = []
-    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=send)) as ready:
+    with contextlib.closing(Prefetched(iter(batches), PREFETCH, transform=send)) as ready:
         for batch in ready:
             called.append(eval_step(trainable, frozen, batch))
             if len(called) > AHEAD:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from fastjax.data.batches import Batch
-from fastjax.data.prefetch import prefetched
+from fastjax.data.prefetch import Prefetched
 from fastjax.errors import TrainingError
 from fastjax.training.cadence import Actions, Cadence, Progress
 from fastjax.training.metrics import Evaluation, Row
@@ -151,7 +151,7 @@ def sent_ahead(
     def sent(batch: Batch) -> tuple[int, Batch]:
         return int(np.count_nonzero(batch.segment_ids)), send(batch)
 
-    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=sent)) as ready:
+    with contextlib.closing(Prefetched(iter(batches), PREFETCH, transform=sent)) as ready:
         yield ready
 
 

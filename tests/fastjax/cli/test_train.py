@@ -10,7 +10,7 @@ import yaml
 
 from convert import tensor_file
 from fastjax.cli import main
-from fastjax.data.new_tokens import own_tokenizer
+from fastjax.data.tokenizer import own_tokenizer
 from fastjax.language_model import FastLanguageModel, saving
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, DataSource, prepare, stream
+from fastjax.data import Batches, DataSource, StreamedBatches, prepare
 from fastjax.data import cache as cache_module
 from tests.support.data import uncached
 
@@ -63,7 +63,7 @@ def test_the_time_that_a_template_tells_stays(write_rows, tmp_path, make_tokeniz
     same(made, again)
     assert made.fingerprint != other.fingerprint
     for now in (first, later):
-        batch = next(stream(file, tokenizer, 64, 1, now=now).from_step())
+        batch = next(StreamedBatches(file, tokenizer, 64, 1, now=now).from_step())
         assert f"{now[8:10]} {now[11:13]}" in tokenizer.decode(batch.tokens[0, 0])
     assert prepare(file, make_tokenizer("chatml"), 64, now=later).now is None  # nothing of it is in the data
 

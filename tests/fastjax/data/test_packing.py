@@ -70,8 +70,6 @@ def test_chosen_documents_are_packed_as_often_as_they_come(make_examples):
 def test_origins_give_names_back(names):
     origins = Origins.of(names)
     assert [origins.name(n) for n in range(len(names))] == names
-    joined = Origins.concatenate([origins, Origins.of(["b row 7"]), origins])
-    assert [joined.name(n) for n in range(2 * len(names) + 1)] == [*names, "b row 7", *names]
 
 
 def test_no_document_at_all(make_examples):

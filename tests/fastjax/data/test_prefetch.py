@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from fastjax.data import prefetched
+from fastjax.data import Prefetched
 
 
 def alive():
@@ -17,13 +17,13 @@ def test_values_come_in_order_transformed_in_the_thread():
         names.append(threading.current_thread().name)
         return value * 10
 
-    assert list(prefetched(iter(range(50)), 3, transform)) == list(range(0, 500, 10))
+    assert list(Prefetched(iter(range(50)), 3, transform)) == list(range(0, 500, 10))
     assert set(names) == {"fastjax-prefetch"} and not alive()
 
 
 def test_it_runs_ahead_by_its_depth_and_no_further():
     made = []
-    values = prefetched((made.append(n) or n for n in range(100)), depth=3)
+    values = Prefetched((made.append(n) or n for n in range(100)), depth=3)
     assert next(values) == 0
     deadline = time.monotonic() + 5
     while len(made) < 5 and time.monotonic() < deadline:
@@ -46,7 +46,7 @@ def test_closed_early_it_leaves_no_thread_and_closes_the_iterator(taken):
         finally:
             closed.append(threading.current_thread().name)
 
-    with prefetched(endless(), depth=2) as values:
+    with Prefetched(endless(), depth=2) as values:
         for n in range(taken):
             assert next(values) == n
         while not values._queue.full():
@@ -70,7 +70,7 @@ def test_an_exception_comes_in_its_turn(where):
             raise KeyError("broken")
         return value
 
-    values = prefetched(failing(), 4, transform)
+    values = Prefetched(failing(), 4, transform)
     assert [next(values), next(values)] == [1, 2]
     with pytest.raises(KeyError, match="broken"):
         next(values)

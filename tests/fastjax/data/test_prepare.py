@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, DataSource, load_tokenizer, prepare, stream
+from fastjax.data import Batches, DataSource, StreamedBatches, load_tokenizer, prepare
 from fastjax.errors import ConfigError, DataError
 from tests.support.data import uncached
 
@@ -50,8 +50,8 @@ def test_rows_in_memory(tmp_path, make_tokenizer):
     expected = prepare(file, tokenizer, 64).fingerprint
     for given in (rows, iter(rows), table, table.to_iterable_dataset(), [table], [table.select(range(2)), rows[2:]]):
         assert prepare(given, tokenizer, 64).fingerprint == expected
-    made = [list(stream(given, tokenizer, 64, 1).from_step(0, 9)) for given in (file, rows)]
-    resumed = stream(rows, tokenizer, 64, 1)
+    made = [list(StreamedBatches(given, tokenizer, 64, 1).from_step(0, 9)) for given in (file, rows)]
+    resumed = StreamedBatches(rows, tokenizer, 64, 1)
     position = {"taken": [3], "drawn": [3], "window": 0, "rows": 0, "dealt": 0}
     assert next(resumed.from_step(0, 1, position)).tokens.any()
     np.testing.assert_array_equal(*(np.stack([batch.tokens for batch in one]) for one in made))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastjax.data import ChatRecord, Encoder, TextRecord, prepare, set_chat_template, stream
+from fastjax.data import ChatRecord, Encoder, StreamedBatches, TextRecord, prepare, set_chat_template
 from fastjax.errors import ConfigError, DataError
 from tests.support import tokenizers as made
 from tests.support.data import uncached
@@ -118,7 +118,7 @@ def test_rows_with_special_tokens_are_counted(write_rows, kind, words):
     clean = prepare(write_rows("clean.jsonl", ROWS[:1]), tokenizer, 32, uncached(special_tokens=kind)).statistics
     assert clean.notes == {} and "special" not in str(clean)
     said = []
-    batches = stream(rows, tokenizer, 32, 2, options=uncached(special_tokens=kind), progress=said.append)
+    batches = StreamedBatches(rows, tokenizer, 32, 2, options=uncached(special_tokens=kind), progress=said.append)
     next(batches.from_step())
     assert said == [f"{rows}:2: the first row with special tokens in what they say, which are {words}"]
     assert batches.notes["special"][0] > 6

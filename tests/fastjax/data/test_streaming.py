@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from fastjax.data import BatchSource, DataSource, prefetched, stream, streaming
+from fastjax.data import BatchSource, DataSource, Prefetched, StreamedBatches, streaming
 from fastjax.errors import DataError
 
 LENGTH = 24
@@ -31,7 +31,7 @@ def batches(files, make_tokenizer):
     tokenizer = make_tokenizer(None, adds_bos=True)
 
     def make(sources=files, batch_size=2, accumulation_steps=1, **options):
-        return stream(sources, tokenizer, LENGTH, batch_size, accumulation_steps, seed=3, **options)
+        return StreamedBatches(sources, tokenizer, LENGTH, batch_size, accumulation_steps, seed=3, **options)
 
     make.decode = tokenizer.decode
     return make
@@ -75,7 +75,7 @@ def test_every_example_comes_once_before_any_comes_again(batches, files):
 def test_a_stream_goes_on_from_a_position(batches):
     whole = batches(batch_size=3)
     made, positions, numbers = [], [], []
-    with prefetched(whole.from_step(0, 25), depth=2) as ahead:
+    with Prefetched(whole.from_step(0, 25), depth=2) as ahead:
         for step, batch in enumerate(ahead):
             made.append(batch)
             numbers.append(whole.row_numbers(step))

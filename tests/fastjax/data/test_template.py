@@ -42,7 +42,7 @@ def test_renders_what_transformers_renders(make_tokenizer, templates, name, prom
     tokenizer = make_tokenizer({"every feature": EVERY_FEATURE, "filters": FILTERS}.get(name) or templates[name])
     chat = CHAT[:3] if prompt else CHAT
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
-    assert ChatTemplate.from_tokenizer(tokenizer).render(chat, "x", add_generation_prompt=prompt) == expected
+    assert ChatTemplate.from_tokenizer(tokenizer).render(chat, "x", add_generation_prompt=prompt).text == expected
 
 
 @pytest.mark.parametrize("given", [*REASONING, "two names", "none"])
@@ -54,7 +54,7 @@ def test_reasoning_is_read_under_every_name(make_tokenizer, read, given):
     fields = {"two names": {"reasoning": "a", "thinking": "b"}, "none": {}}.get(given, {given: "because"})
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **fields}]
     template = ChatTemplate.from_tokenizer(tokenizer)
-    text = template.render(chat, "x")
+    text = template.render(chat, "x").text
     assert text == tokenizer.apply_chat_template(chat, tokenize=False)
     assert ("because" in text) == (given in REASONING)
 
@@ -143,9 +143,9 @@ def test_answers_are_learnt_as_generation_sees_them(make_tokenizer, shape, learn
     assert [[chat.text[start:end] for start, end in chat.responses] for chat in found] == learnt
     assert sum(chat.elsewhere for chat in found) == elsewhere
     assert found[-1].text == tokenizer.apply_chat_template(TWO, tokenize=False)
-    assert [chat.text for chat in found[:-1]] == [template.render(TWO[:2], "x")] * (len(found) - 1)
+    assert [chat.text for chat in found[:-1]] == [template.render(TWO[:2], "x").text] * (len(found) - 1)
     for end, index in ((2, 0), (4, -1)):  # all that generation continues stands before the answer
-        prompt = template.render(TWO[: end - 1], "x", add_generation_prompt=True)
+        prompt = template.render(TWO[: end - 1], "x", add_generation_prompt=True).text
         chat = found[index]
         start = chat.responses[index][0]
         assert chat.text[:start] == prompt if not elsewhere else prompt.startswith(chat.text[:start])
@@ -156,9 +156,9 @@ def test_answers_are_learnt_as_generation_sees_them(make_tokenizer, shape, learn
 def test_an_answer_that_is_followed_by_the_user_has_a_row_of_its_own_where_it_is_rewritten(make_tokenizer):
     template = ChatTemplate.from_tokenizer(make_tokenizer(SHAPES["a thought"]))
     (alone,) = Conversation(template, TWO[:3], "x").learnt()
-    assert alone.text == template.render(TWO[:2], "x")
+    assert alone.text == template.render(TWO[:2], "x").text
     alone, whole = Conversation(template, TWO[:3], "x").learnt(roles=("assistant", "user"))
-    assert alone.text == template.render(TWO[:2], "x") and not alone.others
+    assert alone.text == template.render(TWO[:2], "x").text and not alone.others
     assert [whole.text[start:end] for start, end in whole.others] == ["q<|im_end|>\n", "r<|im_end|>\n"]
     assert not whole.responses
 
@@ -171,7 +171,7 @@ def test_an_answer_before_which_the_past_is_rewritten_stands_behind_what_generat
     learnt = [[one.text[start:end] for start, end in one.responses] for one in found]
     assert learnt == [["<think>t</think>call<|im_end|>\n"], ["<think>u</think>a<|im_end|>\n"]]
     for one, count in zip(found, (1, 3), strict=True):
-        assert one.text[: one.responses[0][0]] == template.render(chat[:count], "x", add_generation_prompt=True)
+        assert one.text[: one.responses[0][0]] == template.render(chat[:count], "x", add_generation_prompt=True).text
         assert not one.elsewhere
 
 
@@ -249,5 +249,5 @@ def test_a_tokenizer_without_template_is_a_configuration_error(make_tokenizer):
 )
 def test_a_template_stays_in_its_sandbox(source):
     with pytest.raises(DataError, match="refuses"):
-        assert ChatTemplate(source, {}).render([{"role": "user", "content": "a"}], "x") == ""
+        assert ChatTemplate(source, {}).render([{"role": "user", "content": "a"}], "x").text == ""
         raise DataError("refuses: nothing was rendered")

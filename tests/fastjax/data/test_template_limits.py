@@ -143,7 +143,7 @@ def test_what_templates_do_with_long_conversations_is_within_the_limits():
         "{{ '{:>8}'.format(m.role) }}{{ messages[loop.index0:] | length }}{% endfor %}{{ n.text | length }}"
     )
     chat = [{"role": "user", "content": "some words to say\n" * 60}] * 200
-    text = ChatTemplate(source, {}).render(chat, "x")
+    text = ChatTemplate(source, {}).render(chat, "x").text
     assert text.endswith(str(200 * (60 * 18 - 1)))
 
 
@@ -159,7 +159,7 @@ def test_tools_nested_deep():
     record = parse_row({"messages": CHAT, "tools": tools}, "rows:3")
     template = ChatTemplate("{{ tools | tojson }}", {})
     with pytest.raises(DataError, match=r"^rows:3: the chat template refuses the conversation: .* nested too deep"):
-        template.render(record.messages, "rows:3", tools=record.tools)
+        template.render(record.messages, "rows:3", {"tools": record.tools})
     tokenizer = made.byte_level()
     tokenizer.chat_template = "{{ tools | tojson }}"
     for kind in ("control", "text"):

@@ -7,8 +7,7 @@ from tokenizers import AddedToken
 
 from convert.checkpoint import open_checkpoint
 from fastjax.data.batches import Batch
-from fastjax.data.new_tokens import add_tokens, own_tokenizer, vocabulary_size
-from fastjax.data.tokenizer import load_tokenizer
+from fastjax.data.tokenizer import add_tokens, load_tokenizer, own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.export import export_adapters

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from convert import adapters, checkpoint, files
-from fastjax.data import new_tokens, tokenizer
+from fastjax.data import tokenizer
 from fastjax.execution import opening as folders
 from fastjax.language_model.saving import save_pretrained
 from fastjax.runs import opening
@@ -37,7 +37,7 @@ def opened(monkeypatch):
         count(module, "read_json", None)
     for module in (checkpoint, adapters):
         count(module, "read_header", None)
-    for module in (tokenizer, new_tokens, folders):
+    for module in (tokenizer, folders):
         count(module, "load_tokenizer", "tokenizer")
     return counts
 
