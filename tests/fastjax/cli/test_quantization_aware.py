@@ -134,7 +134,7 @@ def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, 
 )
 def test_the_command_that_is_told(aware, whole, line):
     model = types.SimpleNamespace(quantization_aware=QuantizationAware(*aware))
-    settings = types.SimpleNamespace(full_finetuning=whole, load_in_4bit=False, model_name="BASE")
+    settings = types.SimpleNamespace(full_finetuning=whole, in_nf4=False, model_name="BASE")
     config = types.SimpleNamespace(model=settings)
     assert train._packing(types.SimpleNamespace(model=model, config=config, folder=Path("a b"))) == line
 
