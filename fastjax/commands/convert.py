@@ -1,16 +1,21 @@
 """`fastjax convert`: model folders in, model folders out. Only comparing logits and checkpoints of runs need JAX."""
 
 import argparse
+import collections
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from convert.errors import ConvertError, shorten
+
+if TYPE_CHECKING:
+    from convert.verify import Comparison
 
 _DTYPES = ("bfloat16", "float16", "float32")
 #: A merge rounds each weight to 16 bits, by up to 2⁻⁹ of it; another base (4 bits or 16) differs by more than this.
@@ -29,115 +34,20 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: the subcommand, and its arguments.
     """
-    arguments = _parser().parse_args(argv)
-    arguments.run(arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastjax convert",
         description="Convert and examine model folders. MODEL, BASE and ADAPTER are folders, or names on the Hugging "
         "Face hub (NAME@REVISION for a revision).",
     )
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-
-    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text.split(";")[0], description=f"{text[0].upper()}{text[1:]}.")
-        made.set_defaults(run=run)
-        return made
-
-    inspect = command("inspect", _inspect, "say what is in a folder; no weights are read")
-    inspect.add_argument("folder", metavar="MODEL", help="model or adapter")
-    inspect.add_argument("--json", action="store_true", help="print a JSON object")
-
-    merge = command("merge", _merge, "merge an adapter into its base; the result is a plain model folder")
-    merge.add_argument("base", metavar="BASE", help="the model to add to; a 4-bit folder is decoded first")
-    merge.add_argument("adapter", metavar="ADAPTER", help="PEFT adapter")
-    merge.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    merge.add_argument("--dtype", choices=(*_DTYPES, *_SCHEMES), help="of the result (default: as the base's tensors)")
-    merge.add_argument(
-        "--base_in_nf4",
-        action="store_true",
-        help="the base has 16 bits, but the adapter was trained over it in 4 bits: quantise and decode it first",
-    )
-    merge.add_argument(
-        "--unsloth_expert_layout",
-        action="store_true",
-        help="the adapter is on experts and from an Unsloth before September 2026, which ordered them otherwise",
-    )
-
-    quantize = command(
-        "quantize", _quantize, "quantise a model; the result loads with bitsandbytes (nf4) or compressed-tensors"
-    )
-    quantize.add_argument("model", metavar="MODEL", help="16 or 32 bits, or FP8")
-    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    quantize.add_argument("--scheme", choices=_SCHEMES, default="nf4", help="default: %(default)s")
-    quantize.add_argument("--dtype", choices=_DTYPES, help="that the weights decode to (default: their own)")
-    quantize.add_argument("--plain_scales", action="store_true", help="nf4: leave the scales in float32")
-
-    for made in (merge, quantize):
-        made.add_argument(
-            "--skip",
-            nargs="+",
-            default=[],
-            metavar="NAME",
-            help="modules that are not quantised",
-        )
-        made.add_argument(
-            "--activations",
-            choices=_ACTIVATIONS,
-            help="what servers are told to quantise the matrices' inputs to, token by token (default: what training "
-            "was for; else none for 4 bits, and the same 8 bits for 8)",
-        )
-        made.add_argument("--force", action="store_true", help="replace a model folder that is there")
-        made.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
-        made.add_argument("--max_shard_gib", type=_positive, default=4.0, metavar="N", help="default: %(default)s")
-
-    verify = command("verify", _verify, "compare two model folders; names, shapes, dtypes, values")
-    verify.add_argument("first", metavar="A", help="model")
-    verify.add_argument("second", metavar="B", help="model")
-    verify.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="accept differences up to X, and other dtypes (default: equal, or what another format of 4 or 8 bits "
-        "rounds; with --text: the logits alone decide)",
-    )
-    verify.add_argument("--text", action="append", default=[], help="compare logits on it too; several are possible")
-    verify.add_argument(
-        "--logit_tolerance",
-        type=float,
-        metavar="X",
-        help=f"with --text: accept logits that differ by up to X of the largest (default: {_LOGIT_TOLERANCE}, and more "
-        "where B has 4 or 8 bits)",
-    )
-    verify.add_argument("--adapter", metavar="ADAPTER", help="with --text: put this adapter on A first")
-    verify.add_argument(
-        "--base_in_nf4", action="store_true", help="with --text: quantise A to NF4 first, as merge does"
-    )
-
-    gguf = command("gguf", _gguf, "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]")
-    gguf.add_argument("model", metavar="MODEL", help="model; merge an adapter first")
-    gguf.add_argument("out", metavar="FILE", type=Path, help="file to write")
-    gguf.add_argument("--type", choices=_GGUF_TYPES, default="bf16", help="of the matrices (default: %(default)s)")
-    gguf.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules whose matrices keep their dtype")
-    gguf.add_argument("--pre_tokenizer", metavar="NAME", help="llama.cpp's name of it, where it is not known")
-    gguf.add_argument("--force", action="store_true", help="replace a file that is there")
-    gguf.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
-
-    adapter = command(
-        "adapter",
-        _adapter,
-        "turn a run's checkpoint into an adapter for PEFT, or an adapter into the first checkpoint of a run; which of "
-        "the two, SOURCE says",
-    )
-    adapter.add_argument("source", metavar="SOURCE", help="output folder of a run; or a PEFT adapter")
-    adapter.add_argument("out", metavar="OUT", type=Path, help="folder to write, for PEFT; or of the run")
-    adapter.add_argument("--step", type=int, metavar="N", help="of a run: of its checkpoint (default: the newest)")
-    adapter.add_argument("--force", action="store_true", help="of a run: replace an adapter that is there")
-    adapter.add_argument("--config", metavar="FILE", help="of an adapter: YAML with the settings of the run")
-
-    return parser
+    for run, text, options in _COMMANDS:
+        name = run.__name__.lstrip("_")
+        command = commands.add_parser(name, help=text.split(";")[0], description=f"{text[0].upper()}{text[1:]}.")
+        command.set_defaults(run=run)
+        for option, how in options.items():
+            command.add_argument(option, **how)
+    arguments = vars(parser.parse_args(argv))
+    arguments.pop("run")(**arguments)
 
 
 def _positive(text: str) -> float:
@@ -160,14 +70,13 @@ def _folder(text: str) -> Path:
     return source.folder
 
 
-def _inspect(arguments: argparse.Namespace) -> None:
+def _inspect(folder: str, as_json: bool) -> None:
     from convert.inspect import inspect
     from fastjax.runs.loadable import with_refusals
 
-    found = with_refusals(inspect(_folder(arguments.folder)))
-    if arguments.json:
-        fields = {name: value for name, value in vars(found).items()} | {"folder": str(found.folder)}
-        print(json.dumps(fields, ensure_ascii=False, indent=2))
+    found = with_refusals(inspect(_folder(folder)))
+    if as_json:
+        print(json.dumps(vars(found) | {"folder": str(found.folder)}, ensure_ascii=False, indent=2))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("kind", found.kind)
@@ -182,8 +91,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     table.add_row("chat template", "yes" if found.chat_template else "no")
     for name, value in found.settings.items():
         table.add_row(name, str(value))
-    for reason in sorted(set(found.ignored.values())):
-        count = list(found.ignored.values()).count(reason)
+    for reason, count in sorted(collections.Counter(found.ignored.values()).items()):
         table.add_row("read past", f"{count} tensors: {reason}")
     console = Console(soft_wrap=True)
     console.print(table)
@@ -193,77 +101,44 @@ def _inspect(arguments: argparse.Namespace) -> None:
         console.print("everything in it is supported")
 
 
-def _merge(arguments: argparse.Namespace) -> None:
+def _merge(base: str, adapter: str, out: Path, max_shard_gib: float, **options: Any) -> None:
     from convert.merge import merge
 
-    base, adapter = _folder(arguments.base), _folder(arguments.adapter)
-    run = adapter.parent / "config.yaml"
+    model, adapters = _folder(base), _folder(adapter)
+    run = adapters.parent / "config.yaml"
     recipe = f"```yaml\n{run.read_text(encoding='utf-8').strip()}\n```" if run.is_file() else None
     with _progress("merging") as monitor:
-        merged = merge(
-            base,
-            adapter,
-            arguments.out,
-            dtype=arguments.dtype,
-            base_in_nf4=arguments.base_in_nf4,
-            skip=arguments.skip,
-            activations=arguments.activations,
-            unsloth_expert_layout=arguments.unsloth_expert_layout,
-            recipe=recipe,
-            max_shard_bytes=int(arguments.max_shard_gib * 2**30),
-            force=arguments.force,
-            allow_nonfinite=arguments.allow_nonfinite,
-            monitor=monitor,
-        )
+        options |= {"recipe": recipe, "max_shard_bytes": int(max_shard_gib * 2**30), "monitor": monitor}
+        merged = merge(model, adapters, out, **options)
     for note in merged.notes:
         print(f"note: {note}")
     _report(merged.written, f"{merged.changed} tensors merged, {merged.copied} as they were")
 
 
-def _quantize(arguments: argparse.Namespace) -> None:
+def _quantize(model: str, out: Path, scheme: str, plain_scales: bool, max_shard_gib: float, **options: Any) -> None:
     from convert.quantization_aware import QuantizationAware
     from convert.quantize import loading_note, quantize, writer_for
     from convert.weights import open_weights
 
-    folder = _folder(arguments.model)
+    folder = _folder(model)
     if (trained := QuantizationAware.read(folder)) is not None:
-        served = writer_for(arguments.scheme, arguments.activations, trained, arguments.out).activations
-        for each in trained.differences(arguments.scheme, served, arguments.skip):
+        served = writer_for(scheme, options["activations"], trained, out).activations
+        for each in trained.differences(scheme, served, options["skip"]):
             print(f"note: {folder.name} was {each}")
     with _progress("quantising") as monitor:
-        written = quantize(
-            folder,
-            arguments.out,
-            scheme=arguments.scheme,
-            nested=not arguments.plain_scales,
-            skip=arguments.skip,
-            activations=arguments.activations,
-            dtype=arguments.dtype,
-            max_shard_bytes=int(arguments.max_shard_gib * 2**30),
-            force=arguments.force,
-            allow_nonfinite=arguments.allow_nonfinite,
-            monitor=monitor,
-        )
-    if (note := loading_note(open_weights(written.folder).family, arguments.scheme)) is not None:
+        options |= {"nested": not plain_scales, "max_shard_bytes": int(max_shard_gib * 2**30), "monitor": monitor}
+        written = quantize(folder, out, scheme=scheme, **options)
+    if (note := loading_note(open_weights(written.folder).family, scheme)) is not None:
         print(f"note: {note}")
     _report(written, f"{written.tensors} tensors")
 
 
-def _gguf(arguments: argparse.Namespace) -> None:
+def _gguf(model: str, out: Path, **options: Any) -> None:
     from convert.gguf import export_gguf, require_gguf
 
     require_gguf()  # before a model is downloaded
     with _progress("exporting") as monitor:
-        exported = export_gguf(
-            _folder(arguments.model),
-            arguments.out,
-            type=arguments.type,
-            skip=arguments.skip,
-            pre_tokenizer=arguments.pre_tokenizer,
-            force=arguments.force,
-            allow_nonfinite=arguments.allow_nonfinite,
-            monitor=monitor,
-        )
+        exported = export_gguf(_folder(model), out, monitor=monitor, **options)
     for note in exported.notes:
         print(f"note: {note}")
     if exported.kept:
@@ -272,32 +147,31 @@ def _gguf(arguments: argparse.Namespace) -> None:
     print(f"{exported.file}: {kinds}, {_bytes(exported.bytes)}, read back and compared")
 
 
-def _adapter(arguments: argparse.Namespace) -> None:
+def _adapter(source: str, out: Path, step: int | None, force: bool, config: str | None) -> None:
     from fastjax.commands.settings import parse_train_config
 
-    source, out = arguments.source, arguments.out
     settings = Path(source) / "config.yaml"
     if settings.is_file():
-        if arguments.config is not None:
-            raise ConvertError(f"--config: expected none, since {source} is a run with its own, got {arguments.config}")
-        config = parse_train_config(["--config", str(settings), "--output.output_dir", source])
+        if config is not None:
+            raise ConvertError(f"--config: expected none, since {source} is a run with its own, got {config}")
+        run = parse_train_config([str(settings), "--output.output_dir", source])
         from fastjax.runs.adapter_export import export_checkpoint  # JAX is imported once the settings are right
 
-        step = export_checkpoint(config, out, step=arguments.step, force=arguments.force)
+        step = export_checkpoint(run, out, step=step, force=force)
         print(f"{out}: what {source} had learnt after step {step}")
         return
     adapter = _folder(source)
     if not (adapter / "adapter_config.json").is_file():
         expected = "the output folder of a run, with config.yaml, or an adapter, with adapter_config.json"
         raise ConvertError(f"{source}: expected {expected}, got none of them")
-    if arguments.config is None:
+    if config is None:
         raise ConvertError(f"--config: expected the settings of the run that is to begin with {source}, got none")
-    if arguments.step is not None or arguments.force:
+    if step is not None or force:
         raise ConvertError(f"--step, --force: expected none, since {source} is an adapter")
-    config = parse_train_config(["--config", arguments.config, "--output.output_dir", str(out)])
+    run = parse_train_config([config, "--output.output_dir", str(out)])
     from fastjax.runs.adapter_import import import_adapter
 
-    import_adapter(config, adapter, Console())
+    import_adapter(run, adapter, Console())
     print(f"{out}: a run that begins with {source}: fastjax train --config {out / 'config.yaml'} --resume")
 
 
@@ -309,16 +183,31 @@ def _report(written, what: str) -> None:
     print(f"{written.folder}: {what}, {_bytes(written.bytes)} in {written.shards} files, read back and compared")
 
 
-def _verify(arguments: argparse.Namespace) -> None:
+def _verify(
+    first: str, second: str, tolerance: float | None, text: list[str], logit_tolerance: float | None, **asked: Any
+) -> None:
     from convert.verify import compare
 
-    for name in ("adapter", "base_in_nf4", "logit_tolerance"):
-        if getattr(arguments, name) not in (None, False) and not arguments.text:
+    for name, value in {"logit_tolerance": logit_tolerance, **asked}.items():
+        if value not in (None, False) and not text:
             raise ConvertError(f"--{name}: expected --text with it: it is about logits alone")
-    first, second = _folder(arguments.first), _folder(arguments.second)
+    folders = _folder(first), _folder(second)
     console = Console(soft_wrap=True)
     with console.status("comparing") as status:
-        found = compare(first, second, monitor=lambda done, total: status.update(f"comparing {done} of {total}"))
+        found = compare(*folders, monitor=lambda done, total: status.update(f"comparing {done} of {total}"))
+    _show_tensors(found, console)
+    if text:
+        same = f"{folders[1]}: not the same as {folders[0]}"
+        _compare_logits(folders, text, logit_tolerance, asked, same, console)
+        if tolerance is None:
+            return
+    shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
+    if not (found.fits if tolerance is None else shapes_fit and found.largest <= tolerance):
+        raise ConvertError(f"{folders[1]}: not the same as {folders[0]}")
+
+
+def _show_tensors(found: "Comparison", console: Console) -> None:
+    """Print the tensors in which two folders differ, and how many are equal."""
     different = [tensor for tensor in found.tensors if not tensor.equal]
     for tensor in sorted(different, key=lambda tensor: -(tensor.relative or 0.0))[:20]:
         shapes = " / ".join(str(list(shape)) for shape in dict.fromkeys(tensor.shapes))
@@ -336,35 +225,34 @@ def _verify(arguments: argparse.Namespace) -> None:
     console.print(f"{same} of {len(found.tensors)} tensors are equal; largest difference {found.largest:.6g}")
     rounded = [tensor for tensor in different if tensor.rounding]
     for kind in sorted({tensor.formats for tensor in rounded}):
-        those = [tensor for tensor in rounded if tensor.formats == kind]
-        count = f"{sum(tensor.fits for tensor in those)} of {len(those)} tensors"
+        alike = [tensor for tensor in rounded if tensor.formats == kind]
+        count = f"{sum(tensor.fits for tensor in alike)} of {len(alike)} tensors"
         console.print(
-            f"{' / '.join(kind)}: {count} differ by no more than these formats round, {those[0].rounding:.3g} of a "
+            f"{' / '.join(kind)}: {count} differ by no more than these formats round, {alike[0].rounding:.3g} of a "
             "tensor's largest value"
         )
-    if arguments.text:
-        from fastjax.runs.comparison import compare_logits  # JAX is imported for this alone
 
-        adapter = arguments.adapter and _folder(arguments.adapter)
-        logits = compare_logits(first, second, arguments.text, adapter=adapter, base_in_nf4=arguments.base_in_nf4)
-        console.print(
-            f"logits on {logits.tokens} tokens: largest difference {logits.largest:.6g}, "
-            f"{logits.largest / logits.scale:.2%} of the largest, mean KL divergence "
-            f"{logits.divergence:.3g}, the likeliest token is the same on {logits.agreement:.1%}"
+
+def _compare_logits(
+    folders: tuple[Path, Path], text: list[str], tolerance: float | None, asked: dict, same: str, console: Console
+) -> None:
+    """Print how far the logits of two folders differ on texts; more than the tolerance is an error."""
+    from fastjax.runs.comparison import compare_logits  # JAX is imported for this alone
+
+    adapter = asked["adapter"] and _folder(asked["adapter"])
+    logits = compare_logits(*folders, text, adapter=adapter, base_in_nf4=asked["base_in_nf4"])
+    console.print(
+        f"logits on {logits.tokens} tokens: largest difference {logits.largest:.6g}, "
+        f"{logits.largest / logits.scale:.2%} of the largest, mean KL divergence "
+        f"{logits.divergence:.3g}, the likeliest token is the same on {logits.agreement:.1%}"
+    )
+    if tolerance is None:
+        tolerance = _LOGIT_TOLERANCE + 3 * logits.rounding
+    if not logits.largest <= tolerance * logits.scale:
+        raise ConvertError(
+            f"{same}: logits differ by up to {logits.largest:.6g}, more than {tolerance:g} (--logit_tolerance) of the "
+            f"largest, {logits.scale:.6g}"
         )
-        tolerance = arguments.logit_tolerance
-        if tolerance is None:
-            tolerance = _LOGIT_TOLERANCE + 3 * logits.rounding
-        if not logits.largest <= tolerance * logits.scale:
-            raise ConvertError(
-                f"{second}: not the same as {first}: logits differ by up to {logits.largest:.6g}, more than "
-                f"{tolerance:g} (--logit_tolerance) of the largest, {logits.scale:.6g}"
-            )
-        if arguments.tolerance is None:
-            return
-    shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
-    if not (found.fits if arguments.tolerance is None else shapes_fit and found.largest <= arguments.tolerance):
-        raise ConvertError(f"{second}: not the same as {first}")
 
 
 @contextmanager
@@ -386,3 +274,115 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def _bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_SKIP: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "NAME"}
+_NONFINITE = _FLAG | {"help": "write NaN and infinity instead of refusing"}
+#: Options of the commands that write a model folder.
+_WRITING: dict[str, dict[str, Any]] = {
+    "--skip": _SKIP | {"help": "modules that are not quantised"},
+    "--activations": {
+        "choices": _ACTIVATIONS,
+        "help": "what servers are told to quantise the matrices' inputs to, token by token (default: what training was "
+        "for; else none for 4 bits, and the same 8 bits for 8)",
+    },
+    "--force": _FLAG | {"help": "replace a model folder that is there"},
+    "--allow_nonfinite": _NONFINITE,
+    "--max_shard_gib": {"type": _positive, "default": 4.0, "metavar": "N", "help": "default: %(default)s"},
+}
+#: The function of each subcommand, its description (the help ends at a semicolon), and its arguments.
+_COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, dict[str, Any]]], ...] = (
+    (
+        _inspect,
+        "say what is in a folder; no weights are read",
+        {
+            "folder": {"metavar": "MODEL", "help": "model or adapter"},
+            "--json": _FLAG | {"dest": "as_json", "help": "print a JSON object"},
+        },
+    ),
+    (
+        _merge,
+        "merge an adapter into its base; the result is a plain model folder",
+        {
+            "base": {"metavar": "BASE", "help": "the model to add to; a 4-bit folder is decoded first"},
+            "adapter": {"metavar": "ADAPTER", "help": "PEFT adapter"},
+            "out": {"metavar": "OUT", "type": Path, "help": "folder to write"},
+            "--dtype": {
+                "choices": (*_DTYPES, *_SCHEMES),
+                "help": "of the result (default: as the base's tensors)",
+            },
+            "--base_in_nf4": _FLAG
+            | {
+                "help": "the base has 16 bits, but the adapter was trained over it in 4 bits: quantise and decode it "
+                "first"
+            },
+            "--unsloth_expert_layout": _FLAG
+            | {
+                "help": "the adapter is on experts and from an Unsloth before September 2026, which ordered them "
+                "otherwise"
+            },
+            **_WRITING,
+        },
+    ),
+    (
+        _quantize,
+        "quantise a model; the result loads with bitsandbytes (nf4) or compressed-tensors",
+        {
+            "model": {"metavar": "MODEL", "help": "16 or 32 bits, or FP8"},
+            "out": {"metavar": "OUT", "type": Path, "help": "folder to write"},
+            "--scheme": {"choices": _SCHEMES, "default": "nf4", "help": "default: %(default)s"},
+            "--dtype": {"choices": _DTYPES, "help": "that the weights decode to (default: their own)"},
+            "--plain_scales": _FLAG | {"help": "nf4: leave the scales in float32"},
+            **_WRITING,
+        },
+    ),
+    (
+        _verify,
+        "compare two model folders; names, shapes, dtypes, values",
+        {
+            "first": {"metavar": "A", "help": "model"},
+            "second": {"metavar": "B", "help": "model"},
+            "--tolerance": {
+                "type": float,
+                "metavar": "X",
+                "help": "accept differences up to X, and other dtypes (default: equal, or what another format of 4 or "
+                "8 bits rounds; with --text: the logits alone decide)",
+            },
+            "--text": {"action": "append", "default": [], "help": "compare logits on it too; several are possible"},
+            "--logit_tolerance": {
+                "type": float,
+                "metavar": "X",
+                "help": "with --text: accept logits that differ by up to X of the largest (default: "
+                f"{_LOGIT_TOLERANCE}, and more where B has 4 or 8 bits)",
+            },
+            "--adapter": {"metavar": "ADAPTER", "help": "with --text: put this adapter on A first"},
+            "--base_in_nf4": _FLAG | {"help": "with --text: quantise A to NF4 first, as merge does"},
+        },
+    ),
+    (
+        _gguf,
+        "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]",
+        {
+            "model": {"metavar": "MODEL", "help": "model; merge an adapter first"},
+            "out": {"metavar": "FILE", "type": Path, "help": "file to write"},
+            "--type": {"choices": _GGUF_TYPES, "default": "bf16", "help": "of the matrices (default: %(default)s)"},
+            "--skip": _SKIP | {"help": "modules whose matrices keep their dtype"},
+            "--pre_tokenizer": {"metavar": "NAME", "help": "llama.cpp's name of it, where it is not known"},
+            "--force": _FLAG | {"help": "replace a file that is there"},
+            "--allow_nonfinite": _NONFINITE,
+        },
+    ),
+    (
+        _adapter,
+        "turn a run's checkpoint into an adapter for PEFT, or an adapter into the first checkpoint of a run; which of "
+        "the two, SOURCE says",
+        {
+            "source": {"metavar": "SOURCE", "help": "output folder of a run; or a PEFT adapter"},
+            "out": {"metavar": "OUT", "type": Path, "help": "folder to write, for PEFT; or of the run"},
+            "--step": {"type": int, "metavar": "N", "help": "of a run: of its checkpoint (default: the newest)"},
+            "--force": _FLAG | {"help": "of a run: replace an adapter that is there"},
+            "--config": {"metavar": "FILE", "help": "of an adapter: YAML with the settings of the run"},
+        },
+    ),
+)

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="fastjax launch",
-        usage="fastjax launch -n N [--] train --config FILE [...]",
+        usage="fastjax launch -n N [--] train FILE [...]",
         description="Run a command in N processes of this host, one GPU each. Lines of rank 0 are shown as they are, "
         "those of the others on standard error behind their rank. When one process fails the others are ended, and the "
         "exit status is its own. Under SLURM and Open MPI the cluster starts the processes instead: srun fastjax train "

@@ -5,21 +5,19 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from convert.errors import shorten
 from convert.files import atomic_file
+from fastjax.commands import plan_tables
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
-    from fastjax.parallel import MeshShape
     from fastjax.planning.device import Device
-    from fastjax.planning.memory import Room
-    from pallas_kernels.cards import Card
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,12 +28,12 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="fastjax plan",
-        usage="fastjax plan CONFIG [--section.key value ...] [--gpu NAME] [--gpus N] [--memory GB] "
+        usage="fastjax plan FILE [--section.key value ...] [--gpu NAME] [--gpus N] [--memory GB] "
         "[--host_memory GB] [--checkpointing NAME ...] [--longest] [--output FILE]",
         description="Compile the train step of a run for a GPU with each policy of gradient checkpointing, and show "
         "what memory it takes, on the device and on the host, and about how fast it is. It reads config.json and the "
         "headers of the weights, no weights and no data, and needs no GPU.",
-        epilog="CONFIG and the overrides are those of `fastjax train`, whose --help lists every setting. The time is "
+        epilog="FILE and the overrides are those of `fastjax train`, whose --help lists every setting. The time is "
         "an estimate by the roofline, of full rows.",
         allow_abbrev=False,
     )
@@ -62,40 +60,16 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
     arguments, rest = parser.parse_known_args(argv)
-    limit, host = _bytes("--memory", arguments.memory), _bytes("--host_memory", arguments.host_memory)
-    gpus, longest = arguments.gpus, arguments.longest
-    if gpus < 1:
-        raise ConfigError(f"--gpus: expected at least 1, got {gpus}")
-    if rest and not rest[0].startswith("-"):
-        rest.insert(0, "--config")
-    config = parse_train_config(rest)
-    plan(config, arguments.gpu, gpus, limit, host, arguments.checkpointing, longest, arguments.output, Console())
+    arguments.memory = _bytes("--memory", arguments.memory)
+    arguments.host_memory = _bytes("--host_memory", arguments.host_memory)
+    if arguments.gpus < 1:
+        raise ConfigError(f"--gpus: expected at least 1, got {arguments.gpus}")
+    _plan(parse_train_config(rest), arguments, Console())
 
 
-def plan(
-    config: TrainConfig,
-    gpu: str | None,
-    gpus: int,
-    limit: float | None,
-    host: float | None,
-    policies: Sequence[str] | None,
-    longest: bool,
-    output: Path | None,
-    console: Console,
-) -> None:
-    """Show the plan of a run.
-
-    Args:
-        config: the run.
-        gpu: a name in `pallas_kernels.cards.CARDS`; None: this machine's GPU.
-        gpus: their number on one host, for the run's mesh.
-        limit: bytes of the device that the run may take; None: what JAX's allocator takes.
-        host: bytes of the host; None: this machine's, or of a machine with the named GPU.
-        policies: of rematerialisation; None: those to choose from.
-        longest: search for the longest rows in place of the settings'.
-        output: JSON file; None: none.
-        console: for the table.
-    """
+def _plan(config: TrainConfig, arguments: argparse.Namespace, console: Console) -> None:
+    """Show the plan of a run."""
+    gpu, gpus, policies = arguments.gpu, arguments.gpus, arguments.checkpointing
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA writes of every program that does not fit
     import jax
 
@@ -113,11 +87,11 @@ def plan(
     device = _device(gpu, gpus)
     opened = open_shapes(config)
     check_model(config, opened, shapes)
-    room = Room(limit or _share(device, gpu), host or _host(gpu))
+    room = Room(arguments.memory or _share(device, gpu), arguments.host_memory or _host(gpu))
     planned, rows = None, {}
     with console.status("opening the model") as status:
         tell = status.update if console.is_terminal else _say_aside  # minutes of compiling are not silent
-        if longest:
+        if arguments.longest:
             # Of the meshes that "auto" leaves open, the one of which a device holds least.
             positions = opened.config.max_length
             rows = longest_rows(config, positions, device, policies, room, tell, shapes[-1])
@@ -126,22 +100,14 @@ def plan(
                 planned = plan_run(config, opened, device, policies, room, tell, shape)
                 if planned.best is not None:
                     break
-    content = _show(console, config, device.card, planned or rows, room, shapes[-1])
-    if output is not None:
-        with atomic_file(output) as file:
+    if planned is None:
+        content = plan_tables.show_longest(console, config, device.card, rows, room, shapes[-1])
+    else:
+        content = plan_tables.show(console, config, device.card, planned, room)
+    if arguments.output is not None:
+        with atomic_file(arguments.output) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
-        console.print(f"written to {output}", highlight=False, soft_wrap=True)
-
-
-def _show(console: Console, config: TrainConfig, card: "Card", found: Any, room: "Room", mesh: "MeshShape") -> Any:
-    """Show the plan, or the longest rows by policy, and give what is in the JSON file."""
-    from fastjax.commands import plan_tables
-
-    if isinstance(found, dict):
-        plan_tables.show_longest(console, config, card, found, room, mesh)
-        return plan_tables.longest_content(card, found, room, mesh)
-    plan_tables.show(console, config, card, found, room)
-    return plan_tables.content(card, found, room)
+        console.print(f"written to {arguments.output}", highlight=False, soft_wrap=True)
 
 
 def _say_aside(text: str) -> None:

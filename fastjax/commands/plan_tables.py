@@ -23,14 +23,8 @@ _WIDEST = 500
 _BOUNDS = {"device": "the GPU's memory", "host": "the host's memory", "positions": "the model's positions"}
 
 
-def show(
-    console: Console,
-    config: TrainConfig,
-    card: "Card",
-    plan: "RunPlan",
-    room: "Room",
-) -> None:
-    """The steps of a run, one a policy.
+def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -> dict[str, Any]:
+    """Print the steps of a run, one a policy.
 
     Args:
         console: for the table.
@@ -38,6 +32,9 @@ def show(
         card: planned for.
         plan: the steps.
         room: what they may take.
+
+    Returns:
+        The same in numbers, for a JSON file.
     """
     length, loop, planned, best = config.model.max_seq_length, _loop(config), plan.steps, plan.best
     mesh = planned[0].mesh
@@ -72,6 +69,28 @@ def show(
         _say(console, f"link: what a card sends in a step, {said or 'nothing'}; tokens/s: of all {mesh.size}.")
     if best is not None:
         _say_pinned(console, best.memory.host)
+    return _limits(card, room) | {
+        "mesh": mesh._asdict(),
+        "chosen": None if best is None else best.policy,
+        "refused": dict(plan.refused),
+        "policies": [
+            {
+                "policy": one.policy,
+                "fits": room.holds(one.memory),
+                "device_bytes": one.memory.device,
+                "argument_bytes": one.memory.arguments,
+                "temporary_bytes": one.memory.temporaries,
+                "host_bytes": one.memory.host,
+                "model_flops": one.flops,
+                "recomputed_flops": one.recomputed,
+                "link_bytes": {c.kind: int(c.sent) for c in one.collectives},
+                "link_seconds": one.link_seconds,
+                "step_seconds": one.seconds,
+                "tokens_per_second": one.tokens_per_second,
+            }
+            for one in planned
+        ],
+    }
 
 
 def _verdict(config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -> str:
@@ -90,32 +109,6 @@ def _verdict(config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -
     )
 
 
-def content(card: "Card", plan: "RunPlan", room: "Room") -> dict[str, Any]:
-    """The same in numbers; arguments as of `show`."""
-    return _limits(card, room) | {
-        "mesh": plan.steps[0].mesh._asdict(),
-        "chosen": None if plan.best is None else plan.best.policy,
-        "refused": dict(plan.refused),
-        "policies": [
-            {
-                "policy": one.policy,
-                "fits": room.holds(one.memory),
-                "device_bytes": one.memory.device,
-                "argument_bytes": one.memory.arguments,
-                "temporary_bytes": one.memory.temporaries,
-                "host_bytes": one.memory.host,
-                "model_flops": one.flops,
-                "recomputed_flops": one.recomputed,
-                "link_bytes": {c.kind: int(c.sent) for c in one.collectives},
-                "link_seconds": one.link_seconds,
-                "step_seconds": one.seconds,
-                "tokens_per_second": one.tokens_per_second,
-            }
-            for one in plan.steps
-        ],
-    }
-
-
 def show_longest(
     console: Console,
     config: TrainConfig,
@@ -123,8 +116,8 @@ def show_longest(
     rows: "Mapping[str, Longest | None]",
     room: "Room",
     mesh: "MeshShape",
-) -> None:
-    """The longest rows of a run, one a policy.
+) -> dict[str, Any]:
+    """Print the longest rows of a run, one a policy.
 
     Args:
         console: for the table.
@@ -133,6 +126,9 @@ def show_longest(
         rows: by policy; None: no row fits.
         room: what a step may take.
         mesh: shape of the mesh.
+
+    Returns:
+        The same in numbers, for a JSON file.
     """
     loop = _loop(config)
     table = _table("N", "in all", "host", "bound by")
@@ -145,12 +141,6 @@ def show_longest(
     _print(console, f"{_rows(config, 'N')} · {loop} · {_cards(card, mesh)} · memory in GB", table)
     _say(console, f"in {_share(card, room)} and {room.host / 1e9:.1f} GB of the host's memory; within a hundredth.")
     _say_pinned(console, max((found.memory.host for found in rows.values() if found is not None), default=0))
-
-
-def longest_content(
-    card: "Card", rows: "Mapping[str, Longest | None]", room: "Room", mesh: "MeshShape"
-) -> dict[str, Any]:
-    """The same in numbers; arguments as of `show_longest`."""
     return _limits(card, room) | {
         "mesh": mesh._asdict(),
         "longest": [

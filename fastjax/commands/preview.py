@@ -19,11 +19,11 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="fastjax preview",
-        usage="fastjax preview CONFIG [--section.key value ...] [--rows N]",
+        usage="fastjax preview FILE [--section.key value ...] [--rows N]",
         description="Show the first rows of a run as the model will see them, with what is learnt in colour, and what "
         "becomes of the data: lengths, slots filled, what is cut or left out, steps. A model or settings that `train` "
         "would refuse are refused first. It needs no GPU and reads no weights.",
-        epilog="CONFIG and the overrides are those of `fastjax train`, whose --help lists every setting.",
+        epilog="FILE and the overrides are those of `fastjax train`, whose --help lists every setting.",
         allow_abbrev=False,
     )
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows to show (default: %(default)s)")
@@ -32,8 +32,6 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"--rows: expected 0 or more, got {shown(arguments.rows)}")
     if arguments.rows > MAX_INTEGER:
         raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, got {shown(arguments.rows)}")
-    if rest and not rest[0].startswith("-"):
-        rest.insert(0, "--config")
     config = parse_train_config(rest)
     from fastjax.preview.show import preview  # tokenizers and data are imported once the settings are right
 

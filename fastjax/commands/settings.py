@@ -23,7 +23,7 @@ from fastjax.runs.folder import settings_text
 from fastjax.strict_yaml import Document, YamlError
 from fastjax.training.config import TrainConfig
 
-_USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
+_USAGE = "fastjax train FILE [--section.key value ...] [--resume]"
 _DESCRIPTION = (
     "Fine-tune a model. Every setting below can stand in the YAML file under its section, or on the command line, "
     "which wins. Values are YAML: [a, b] is a list, {a: 1} a mapping, null nothing. Paths are relative to the current "
@@ -50,8 +50,8 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     """Read the settings of a run.
 
     Args:
-        argv: `--config FILE` and any `--section.key value`; the latter win. The options that are no settings,
-            such as `--resume`, are left out.
+        argv: FILE or `--config FILE`, and any `--section.key value`; the latter win. The options that are no
+            settings, such as `--resume`, are left out.
 
     Returns:
         The settings.
@@ -61,12 +61,14 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
         SystemExit: after `--help` or `--print_config`.
     """
     parser = _Parser(prog="fastjax train", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="the YAML file")
+    parser.add_argument("--config", metavar="FILE", help="the YAML file, as FILE")
     parser.add_argument(DISTRIBUTED, nargs="?", metavar="RANK", help=_JOIN)
     for flag, text in _FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
     compilation_cache.add_option(parser)
     found, rest = parser.parse_known_args(argv)
+    if found.config is None and rest and not rest[0].startswith("-"):
+        found.config = rest.pop(0)
     config = _Given(found.config, rest).config()
     if found.print_config:
         print(settings_text(config), end="")

@@ -178,10 +178,10 @@ class Nothing:
 
 
 def shown(plan, room, **training):
-    """What is printed of a plan."""
+    """The lines that are printed of a plan, and its JSON."""
     console = Console(file=io.StringIO(), width=120)
-    plan_tables.show(console, config(training=training), CARDS["h200"], plan, room)
-    return console.file.getvalue().splitlines()
+    content = plan_tables.show(console, config(training=training), CARDS["h200"], plan, room)
+    return console.file.getvalue().splitlines(), content
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(fsdp=8)], ids=str)
@@ -192,13 +192,12 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     row = Planned("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
     plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, (), row)
     room = Room(2.2e11, 2e11)
-    lines = shown(plan, room)
+    lines, content = shown(plan, room)
     (titles,) = (line for line in lines if re.search(r"TFLOP .*tokens/s +fits", line))
     (cells,) = (line for line in lines if line.strip().startswith("offload_projections "))
     assert max(map(len, (titles, cells))) <= 120
     assert re.search(r" 138\.00 +5,854\.5 +9% ", cells)
     assert "offload is left out: layer_loop: expected 'scan', got layers one by one." in lines
-    content = plan_tables.content(CARDS["h200"], plan, room)
     assert content["refused"] == plan.refused and content["policies"][0]["model_flops"] == 5361.5e12
 
 
@@ -211,7 +210,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
 )
 def test_the_way_out_where_nothing_fits(settings, rows, said):
     row = Planned("full", StepMemory(9 * 10**9, 10**9, 0), 1e12, 1e11, 0.1, 4096)
-    lines = shown(RunPlan([row], {}, settings), Room(5e9), per_device_train_batch_size=rows)
+    lines, _ = shown(RunPlan([row], {}, settings), Room(5e9, 1e9), per_device_train_batch_size=rows)
     assert any("nothing fits in 5.0 GB of the card's 150.1: full needs 10.5 GB. " + said in line for line in lines)
 
 

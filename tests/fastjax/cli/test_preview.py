@@ -173,7 +173,7 @@ def test_help(capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(["preview", "--help"])
     assert exit_status.value.code == 0
-    assert "fastjax preview CONFIG [--section.key value ...] [--rows N]" in capsys.readouterr().out
+    assert "fastjax preview FILE [--section.key value ...] [--rows N]" in capsys.readouterr().out
 
 
 def test_no_jax(settings):

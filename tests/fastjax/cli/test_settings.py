@@ -42,6 +42,7 @@ def write(tmp_path):
 
 def test_file(write):
     config = parse_train_config(["--config", write(GOOD)])
+    assert config == parse_train_config([write(GOOD), "--resume"])
     assert config.model.model_name == "llama"
     assert config.model.dtype == "bfloat16"
     assert config.lora.r == 8
