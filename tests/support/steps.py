@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 
 #: Keeps the gradients as its state and changes nothing.
@@ -42,6 +43,30 @@ def adam_step(model):
 @functools.lru_cache(maxsize=64)
 def _adam_step(graphdef, trainable_filter):
     return make_train_step(graphdef, optax.adamw(1e-2, weight_decay=0.0), trainable_filter, donate=False)
+
+
+#: Adam divides by the gradient's size: with its usual epsilon, rounding decides the sign of steps along a zero.
+ON_MESHES = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
+
+
+def trained(model, batch, count=2, **options):
+    """The metrics of steps with one batch, and the trained arrays after them."""
+    optimizer = make_optimizer(ON_MESHES, 3)
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
+    state, seen = init_state(model.trainable, optimizer, jax.random.key(1)), []
+    for _ in range(count):
+        state, metrics = step(state, model.frozen, batch)
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state.trainable)
+
+
+def assert_trained_alike(found, expected):
+    """By `trained`, on several devices and on one: float32 sums in another order."""
+    for many, one in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+        np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-5)
+        assert many["num_targets"] == one["num_targets"] and many["num_correct"] == one["num_correct"]
+    assert_close(found[1], expected[1], 1e-5)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from convert import weights as convert_weights
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import nf4
-from fastjax.data.batches import Batch
 from fastjax.execution import load, places
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import load_opened
@@ -69,26 +68,6 @@ def test_a_4bit_folder_gives_the_logits_of_its_decoded_weights(tmp_path, shapes,
     expected = tiny.logits(plain, tokens, positions, segments)
     # float32, logits of a few units: only the order of sums differs
     np.testing.assert_allclose(tiny.logits(ours, tokens, positions, segments), expected, rtol=0, atol=2e-5)
-
-
-@pytest.mark.exhaustive(  # of the units that models are made of, with DoRA and without
-    by="tests/fastjax/lora/test_linear.py::test_equals_plain_lora_on_packed_weights, "
-    "tests/fastjax/lora/test_mlp.py::test_equals_plain_lora_on_packed_weights"
-)
-@pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
-def test_gradients_through_packed_weights_equal_those_through_decoded_ones(tmp_path, kept):
-    config = tiny.config(**WHOLE_BLOCKS, tie_word_embeddings=False)
-    packed, decoded = write_4bit(tmp_path, config, nested=True, kept=kept)
-    batch = Batch(*(array[None] for array in rows(config)))
-    found = []
-    for folder, load_in_4bit in ((packed, True), (decoded, False)):
-        base = tiny.model(folder, config, load_in_4bit=load_in_4bit)
-        targets = ["v_proj", "down_proj"]
-        model = tiny.adapted(base, use_dora=True, lora_dropout=0.3, lora_alpha=8, target_modules=targets)
-        metrics, grads = steps.gradients(model, batch)
-        found.append((metrics["loss"], tiny.by_layer(grads, model.plan)))
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
-    steps.assert_close(found[0][1], found[1][1], 1e-5)  # float32, see test_step.TOLERANCE; DoRA subtracts norms
 
 
 def test_in_16_bits_a_packed_weight_is_its_decoded_weight_rounded(tmp_path):

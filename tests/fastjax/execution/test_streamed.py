@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
 from fastjax.execution.streamed import run_streamed
@@ -199,27 +198,6 @@ def test_residuals_travel_beside_the_products():
         ends = [n for n, line in enumerate(lines) if re.search(rf"= {large}.* fusion-done\(", line)]
         products = products_in(lines)
         assert len(products) >= 2 and min(starts) < products[0] and products[-2] < max(ends)
-
-
-@needs_cuda_plugin
-@pytest.mark.aot
-@pytest.mark.exhaustive(by="test_residuals_travel_beside_the_products")
-def test_several_residuals_travel_beside_the_products():
-    """Equal ones too, without a copy by the host; and all are awaited at the end."""
-
-    def own(x, state):
-        hidden = checkpoint_name(jnp.tanh(x @ state["in"]), "hidden")
-        return jnp.tanh(jnp.tanh(hidden @ state["mid"]) @ state["out"])
-
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    compiled = compiled_layers(own, ("in", "mid", "out"), tokens=4096, policy=policy, offload=True)
-    assert compiled.memory_analysis().host_temp_size_in_bytes == 2 * (COUNT - 1) * 4096 * WIDTH * 2
-    text, large = compiled.as_text(), rf"bf16\[{COUNT - 1},4096,{WIDTH}\]"
-    assert not re.search(rf"{large}\S*S\(5\)\S* copy\(", text), "of one array for two"
-    forward = next(lines for lines in loop_bodies(text) if any("dynamic-update-slice-start" in line for line in lines))
-    ends = [n for n, line in enumerate(forward) if re.search(rf"= {large}.*-done\(", line)]
-    products = products_in(forward)
-    assert len(ends) == 2 and len(products) >= 3 and products[-1] < min(ends)
 
 
 @needs_cuda_plugin

@@ -9,9 +9,7 @@ import pytest
 from flax import nnx
 
 from fastjax.bench.lora import LoraSettings, build, forward_and_backward
-from fastjax.execution.remat import checkpointed
 from fastjax.quantization import NF4Weight
-from fastjax.quantization.float8 import in_float8
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.hlo import kernels
 
@@ -24,11 +22,10 @@ LARGE = 2 * TOKENS * FEATURES  # bytes of gate, up or h
 
 def weight(kind, rows, columns):
     spec = jax.ShapeDtypeStruct
-    if kind not in ("nf4", "nf4 in float8"):
+    if kind != "nf4":
         return spec((rows, columns), kind)
     codes, absmax = spec((rows, columns // 2), jnp.uint8), spec((rows, columns // 64), jnp.float32)
-    packed = NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,), "bfloat16")
-    return packed if kind == "nf4" else in_float8(packed)
+    return NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,), "bfloat16")
 
 
 @functools.cache
@@ -71,20 +68,6 @@ def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     assert grown < 0.5 * LARGE, "partial sums, and no copy of h, gate or up"
 
 
-@pytest.mark.exhaustive(
-    by="tests/fastjax/quantization/test_float8.py::"
-    "test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit"
-)
-def test_scales_of_products_in_float8_take_no_pass_of_their_own():
-    """The gated block and the sum with the adapter multiply as they read."""
-    found = kernels(compiled("nf4 in float8", 16).as_text())
-    assert sum("matmul$f8" in kernel.name for kernel in found) == 4
-    assert [kernel for kernel in found if kernel.name == "fusion" and kernel.moved >= LARGE] == []
-    assert sum(kernel.moved >= LARGE for kernel in found) == 4 + 2 + 2, (
-        "products, the block, roundings: of h's tiles to its rows', and of the gradient with B's way back"
-    )
-
-
 @pytest.mark.exhaustive("nf4")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 def test_no_dense_update_is_formed(kind):
@@ -95,23 +78,3 @@ def test_no_dense_update_is_formed(kind):
     assert not forms & set(shapes)
     # four large products, x·A and [dgate|dup]·B; the kernels make the other thin ones
     assert len(products) == 4 + 2
-
-
-@pytest.mark.exhaustive(
-    by="tests/fastjax/lora/test_mlp.py::test_the_policy_by_names_keeps_gate_and_up_and_the_thin_products"
-)
-@pytest.mark.parametrize("remat", ["projections", "full"])
-def test_a_product_that_is_kept_is_computed_once(remat):
-    """In the scan over the layers; with "full" its recomputation is the second time."""
-    aot, (apply, trained, frozen) = AOT(), block("nf4", 16)
-
-    def layers(trained, frozen, x):
-        body = checkpointed(lambda x, state: x + apply(*state, x), remat, scanned=True)
-        return jax.lax.scan(lambda x, state: (body(x, state), None), x, (trained, frozen))[0]
-
-    stacked = [jax.tree.map(lambda leaf: aot.spec((4, *leaf.shape), leaf.dtype), tree) for tree in (trained, frozen)]
-    x = aot.spec((*CASE.tokens, WIDTH), jnp.bfloat16)
-    options = {"xla_gpu_enable_triton_gemm": False}
-    text = aot.compile(forward_and_backward(layers), *stacked, x, x, options=options).as_text()
-    calls = re.findall(r"= \(?bf16\[(\d+,\d+)\][^=\n]*custom-call\([^\n]*cublas", text)
-    assert calls.count(f"{TOKENS},{2 * FEATURES}") == {"projections": 1, "full": 2}[remat]

@@ -12,14 +12,11 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
 from convert.families.mapping import config_to_hf, read_config
-from convert.model.layers import Attention, Layer
 from fastjax.execution import load
-from fastjax.execution.stacks import plan_layers
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
 from fastjax.lora.export import export_adapters
-from fastjax.models.layout import LayerStack
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny
@@ -260,18 +257,6 @@ def test_random_weights_of_another_model_take_the_same_programs():
     made = load._normal._cache_size()
     FastLanguageModel.from_config(EVERY["gemma3_text"], **options)
     assert load._normal._cache_size() == made > 0
-
-
-def test_gemma_3_is_scanned_by_its_period():
-    """26 layers, a full one after every five with a window: four repetitions and two layers."""
-    published = {
-        **CONFIGS["gemma3_text"],
-        "num_hidden_layers": 26,
-        "layer_types": None,
-    }
-    layers = read_config(published).layers
-    assert plan_layers(layers, scans=True) == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
-    assert layers[5] == Layer() and layers[4] == Layer(Attention(6, "local_rope"))
 
 
 def test_every_table_has_a_mapping():

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,15 +18,10 @@ from fastjax.planning.aot import AOT
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.steps import sums_once, tell_gathers, why_not_once
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
-from fastjax.training.optimizers import OptimizerConfig, make_optimizer
-from fastjax.training.step import init_state, make_train_step
 from pallas_kernels.compat import JAX_VERSION
 from tests.support import families, steps, tiny
 from tests.support.aot import needs_cuda_plugin
 
-#: float32: sums over devices are another order of the same terms.
-LOSS_TOLERANCE, TOLERANCE = 1e-6, 1e-5
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
 KINDS = {
     "16 bits": {},
@@ -71,20 +65,6 @@ def batch():
     return Batch(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def made(kind, mesh, **options):
-    ours = model(kind)
-    return make_train_step(ours.graphdef, make_optimizer(OPTIMIZER, 3), ours.trainable_filter, mesh=mesh, **options)
-
-
-def trained(kind, mesh=None, **options):
-    ours, step = model(kind), made(kind, mesh, **options)
-    state, seen = init_state(ours.trainable, make_optimizer(OPTIMIZER, 3), jax.random.key(1)), []
-    for _ in range(3):
-        state, metrics = step(state, ours.frozen, batch())
-        seen.append(jax.device_get(metrics))
-    return seen, jax.device_get(state.trainable)
-
-
 @pytest.mark.exhaustive("nf4-fsdp")
 @pytest.mark.parametrize(
     ("kind", "axes"),
@@ -101,13 +81,8 @@ def trained(kind, mesh=None, **options):
 def test_devices_that_sum_once_equal_one(kind, axes):
     mesh = make_mesh(**axes)
     assert sums_once(model(kind), mesh) == ("fsdp" not in axes), "no device of these reads another's memory"
-    expected, arrays = trained(kind)
-    found, spread = trained(kind, mesh, sum_once=True)
-    for one, several in zip(expected, found, strict=True):
-        np.testing.assert_allclose(several["loss"], one["loss"], rtol=LOSS_TOLERANCE)
-        np.testing.assert_allclose(several["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
-        assert several["num_targets"] == one["num_targets"] and several["num_correct"] == one["num_correct"]
-    steps.assert_close(spread, arrays, TOLERANCE)
+    alone, spread = (steps.trained(model(kind), batch(), 3, **how) for how in ({}, {"mesh": mesh, "sum_once": True}))
+    steps.assert_trained_alike(spread, alone)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +102,8 @@ def test_who_does_not_sum_once(kind, axes, reason):
     ours, mesh = model(kind), make_mesh(**axes)
     assert not sums_once(ours, mesh) and not sums_once(ours, None)
     if reason is not None:
-        state = init_state(ours.trainable, make_optimizer(OPTIMIZER, 3), jax.random.key(1))
         with pytest.raises(ConfigError, match=f"^sum_once: expected False {reason}.*, got True"):
-            made(kind, mesh, sum_once=True)(state, ours.frozen, batch())
+            steps.trained(ours, batch(), mesh=mesh, sum_once=True)
 
 
 @pytest.mark.aot

@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-import shlex
 
 import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name)
 import numpy as np
 import pytest
 
-from fastjax.cli import main
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 from fastjax.training.report import usage
 from tests.support import chat, tiny
-from tests.support.families import MIXTURES
 from tests.support.folders import write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -63,25 +60,3 @@ def test_the_printed_lines_load_what_was_trained(tmp_path, stored, changes):
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()  # float32
     assert names["tokenizer"].get_vocab() == model.tokenizer.get_vocab()
-
-
-@pytest.mark.exhaustive(by="tests/fastjax/training/test_report.py::test_an_adapter_on_a_mixture_in_4_bits_is_merged")
-def test_the_printed_lines_of_a_mixture_in_4_bits(tmp_path, monkeypatch):
-    """Merged into the base that the run had, since transformers cannot hold it."""
-    base = chat.write_model(tmp_path / "base", MIXTURES["olmoe"] | {"hidden_size": 64, "intermediate_size": 64})
-    section = ModelSection(str(base), max_seq_length=64, dtype="float32", float32_modules=["layers.1.self_attn"])
-    model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(section))
-    model = FastLanguageModel.get_peft_model(
-        model, r=4, init_lora_weights=False, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
-    )
-    folder = model.save_pretrained(tmp_path / "adapter")
-    config = TrainConfig(section, DataSection("d"), OutputSection("o"))
-    _, python = usage(config, folder, model.hf_config, "float32")
-    monkeypatch.chdir(tmp_path)
-    (command,) = [line for line in python.splitlines() if line.startswith("# fastjax ")]
-    assert main(shlex.split(command.removeprefix("# fastjax "))) == 0
-    names: dict = {}
-    exec(python, names)
-    tokens = np.arange(1, 65, dtype=np.int32)[None] * 11 % model.config.vocab_size
-    ours, theirs = tiny.logits(model, tokens), torch_llama.logits(names["model"], tokens)
-    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(ours).max()  # float32
