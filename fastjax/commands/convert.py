@@ -34,6 +34,11 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: the subcommand, and its arguments.
     """
+    arguments = vars(_parser().parse_args(argv))
+    arguments.pop("run")(**arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastjax convert",
         description="Convert and examine model folders. MODEL, BASE and ADAPTER are folders, or names on the Hugging "
@@ -46,8 +51,7 @@ def main(argv: Sequence[str]) -> None:
         command.set_defaults(run=run)
         for option, how in options.items():
             command.add_argument(option, **how)
-    arguments = vars(parser.parse_args(argv))
-    arguments.pop("run")(**arguments)
+    return parser
 
 
 def _positive(text: str) -> float:
