@@ -73,9 +73,8 @@
     });
     plot.on("plotly_doubleclick", () => charts.forEach((chart, index) => {
       const back = { "xaxis.range": [...chart.layout.xaxis.range] };
-      for (const axis of ["yaxis", "yaxis2"])
-        if (chart.layout[axis]?.range) back[`${axis}.range`] = [...chart.layout[axis].range];
-        else if (chart.layout[axis]) back[`${axis}.autorange`] = true;
+      if (chart.layout.yaxis.range) back["yaxis.range"] = [...chart.layout.yaxis.range];
+      else back["yaxis.autorange"] = true;
       Plotly.relayout(plots[index], back);
     }));
   };

@@ -77,11 +77,8 @@ def describe_chart(panel: Panel, extent: tuple[int, int]) -> dict[str, Any]:
             for step, height, text in panel.labels
         ],
     }
-    if panel.per_unit is not None:
-        layout["yaxis2"] = _second(panel, panel.per_unit)
-        traces.append(_utilization(panel.series[0], panel.per_unit))
     if any(series.framed for series in panel.series):
-        layout["yaxis3"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+        layout["yaxis2"] = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     return {"title": panel.title, "wide": panel.wide, "traces": traces, "layout": layout}
 
 
@@ -128,7 +125,7 @@ def _trace(series: Series, title: str) -> dict[str, Any]:
         if series.symbol.endswith("-open"):
             trace["marker"]["line"] = {"width": 1.5}
     if series.framed:
-        trace["yaxis"] = "y3"
+        trace["yaxis"] = "y2"
     if series.notes:
         trace["text"] = [_escape(note) for note in series.notes]
         trace["hovertemplate"] = "%{text}<extra></extra>"
@@ -153,18 +150,6 @@ def _axis(panel: Panel) -> dict[str, Any]:
 def _place(panel: Panel, height: float) -> float:
     """A height as plotly takes it on the panel's axis."""
     return float(math.log10(height) if panel.base is not None else height)
-
-
-def _second(panel: Panel, factor: float) -> dict[str, Any]:
-    limits = [limit * factor for limit in panel.limits if limit is not None]
-    axis = {"overlaying": "y", "side": "right", "range": limits, "showgrid": False, "tickmode": "auto"}
-    return axis | _FORMATS["percent"]
-
-
-def _utilization(series: Series, factor: float) -> dict[str, Any]:
-    """The line of the second axis, which lies on the first one's: only the pointer sees it."""
-    scaled = series._replace(y=np.asarray(series.y, np.float64) * factor, label="MFU", legend=False, opacity=0.0)
-    return _trace(scaled, "") | {"yaxis": "y2"}
 
 
 def _numbers(values: Float64[np.ndarray, " N"]) -> list[float | int | None]:

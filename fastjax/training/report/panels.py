@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from fastjax.training.report.history import History, Spike, median, smooth, smoothing_window
+from fastjax.training.report.history import History, Spike, smooth, smoothing_window
 
 COLOURS = {
     "blue": ("#0072B2", "#4aa8e0"),
@@ -68,7 +68,6 @@ class Panel(NamedTuple):
         kind: of its numbers; "powers": small ones, with the power of ten of the highest.
         base: of the logarithm of its axis; None: linear.
         limits: of its axis; None: by the numbers.
-        per_unit: factor from its axis to a second one, of percents; None: it has none.
         labels: (step, height, text) of what lies beyond the limits.
     """
 
@@ -78,7 +77,6 @@ class Panel(NamedTuple):
     kind: Literal["number", "count", "percent", "powers"] = "number"
     base: int | None = None
     limits: tuple[float | None, float | None] = (None, None)
-    per_unit: float | None = None
     labels: Sequence[tuple[float, float, str]] = ()
 
 
@@ -101,7 +99,11 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
         series += held_out(history, "eval_token_accuracy", "held out")
         found.append(Panel("Token accuracy", series, kind="percent"))
     if history.known("tokens_per_second"):
-        found.append(_throughput(history))
+        series = [Series("", "pink", *history.column("tokens_per_second"))]
+        found.append(Panel("Tokens a second", series, kind="count", limits=from_zero(series)))
+    if history.known("model_flops_utilization"):
+        series = [Series("", "orange", *history.column("model_flops_utilization"))]
+        found.append(Panel("Model FLOPs utilisation", series, kind="percent", limits=from_zero(series)))
     if history.known("memory_bytes"):
         steps, memory = history.column("memory_bytes")
         series = [Series("", "grey", steps, memory / 2**30, width=1.8, form="steps")]
@@ -254,14 +256,6 @@ def _grad_norm(history: History, max_grad_norm: float | None) -> Panel:
     if positive.size and positive.max() > 20 * positive.min():
         return Panel(title, series, base=10)
     return Panel(title, series, limits=(0, None))
-
-
-def _throughput(history: History) -> Panel:
-    series = [Series("", "pink", *history.column("tokens_per_second"))]
-    # Utilisation is the speed times a constant: one line with two scales.
-    per_unit = median(history.steps["model_flops_utilization"] / history.steps["tokens_per_second"])
-    title = "Tokens a second" + " · model FLOPs utilisation (right)" * (per_unit is not None)
-    return Panel(title, series, kind="count", limits=from_zero(series), per_unit=per_unit)
 
 
 def _loss_scale(history: History) -> Panel:
