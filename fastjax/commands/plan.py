@@ -76,7 +76,7 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace, console: Console) 
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
     from fastjax.execution.policies import check_policy
-    from fastjax.planning.memory import Room
+    from fastjax.planning.memory import MemoryLimits
     from fastjax.runs.mesh import check_model, mesh_shapes
     from fastjax.runs.opening import open_shapes
     from fastjax.runs.plan import longest_rows, plan_run
@@ -87,7 +87,7 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace, console: Console) 
     device = _device(gpu, gpus)
     opened = open_shapes(config)
     check_model(config, opened, shapes)
-    room = Room(arguments.memory or _share(device, gpu), arguments.host_memory or _host(gpu))
+    room = MemoryLimits(arguments.memory or _share(device, gpu), arguments.host_memory or _host(gpu))
     planned, rows = None, {}
     with console.status("opening the model") as status:
         tell = status.update if console.is_terminal else _say_aside  # minutes of compiling are not silent
@@ -132,7 +132,7 @@ def _device(gpu: str | None, gpus: int) -> "Device":
     import jax
 
     from fastjax.planning.aot import AOT
-    from fastjax.planning.device import Here
+    from fastjax.planning.device import LocalDevice
     from pallas_kernels.cards import CARDS
 
     if gpu is not None:
@@ -141,7 +141,7 @@ def _device(gpu: str | None, gpus: int) -> "Device":
         raise ConfigError(f"--gpu: expected one of {', '.join(CARDS)}, since JAX sees no GPU on this machine")
     if gpus > jax.device_count():
         raise ConfigError(f"--gpus: expected at most {jax.device_count()} on this machine, got {gpus}; name a --gpu")
-    return Here()
+    return LocalDevice()
 
 
 def _share(device: "Device", gpu: str | None) -> float:

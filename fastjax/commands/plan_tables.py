@@ -13,8 +13,8 @@ from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
-    from fastjax.planning.longest import Longest
-    from fastjax.planning.memory import Room
+    from fastjax.planning.longest import LongestRow
+    from fastjax.planning.memory import MemoryLimits
     from fastjax.runs.plan import RunPlan
     from pallas_kernels.cards import Card
 
@@ -23,7 +23,7 @@ _WIDEST = 500
 _BOUNDS = {"device": "the GPU's memory", "host": "the host's memory", "positions": "the model's positions"}
 
 
-def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -> dict[str, Any]:
+def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", room: "MemoryLimits") -> dict[str, Any]:
     """Print the steps of a run, one a policy.
 
     Args:
@@ -93,7 +93,7 @@ def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", r
     }
 
 
-def _verdict(config: TrainConfig, card: "Card", plan: "RunPlan", room: "Room") -> str:
+def _verdict(config: TrainConfig, card: "Card", plan: "RunPlan", room: "MemoryLimits") -> str:
     """The fastest policy that fits; where none does, what the smallest needs and what to do."""
     from fastjax.runs.plan import smallest
     from fastjax.runs.policies import way_out
@@ -113,8 +113,8 @@ def show_longest(
     console: Console,
     config: TrainConfig,
     card: "Card",
-    rows: "Mapping[str, Longest | None]",
-    room: "Room",
+    rows: "Mapping[str, LongestRow | None]",
+    room: "MemoryLimits",
     mesh: "MeshShape",
 ) -> dict[str, Any]:
     """Print the longest rows of a run, one a policy.
@@ -157,7 +157,7 @@ def show_longest(
     }
 
 
-def _limits(card: "Card", room: "Room") -> dict[str, Any]:
+def _limits(card: "Card", room: "MemoryLimits") -> dict[str, Any]:
     return {"gpu": card.device_kind, "memory_limit": int(room.device), "host_memory_limit": int(room.host)}
 
 
@@ -189,7 +189,7 @@ def _print(console: Console, title: str, table: Table) -> None:
     console.print(table, soft_wrap=True)
 
 
-def _share(card: "Card", room: "Room") -> str:
+def _share(card: "Card", room: "MemoryLimits") -> str:
     return f"{room.device / 1e9:.1f} GB of the card's {card.memory_bytes / 1e9:.1f}"
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastjax.planning.device import pinned_setting
-from fastjax.planning.memory import Room, StepMemory
+from fastjax.planning.memory import MemoryLimits, StepMemory
 
 
-class Refused(NamedTuple):
+class RejectedPolicy(NamedTuple):
     """A policy that does not fit.
 
     Attributes:
@@ -28,7 +28,7 @@ class Refused(NamedTuple):
         return f"{self.policy} would need {_gib(self.needed)}{host}{_with_setting(self.pinned, self.host)}"
 
 
-class Choice(NamedTuple):
+class PolicyChoice(NamedTuple):
     """A policy, and why it was taken.
 
     Attributes:
@@ -44,15 +44,15 @@ class Choice(NamedTuple):
     policy: str
     memory: StepMemory
     limit: int
-    refused: Sequence[Refused]
+    refused: Sequence[RejectedPolicy]
     compiled: Any
     host_limit: float = float("inf")
     pinned: bool = False
 
     @property
-    def room(self) -> Room:
-        """What the step may take."""
-        return Room(self.limit, self.host_limit)
+    def room(self) -> MemoryLimits:
+        """The bytes that the step may take."""
+        return MemoryLimits(self.limit, self.host_limit)
 
     @property
     def fits(self) -> bool:
@@ -89,7 +89,7 @@ def choose(
     at_least: Callable[[str], int | None],
     compile: Callable[[str], tuple[StepMemory, Any]],
     pinned: float = float("inf"),
-) -> Choice:
+) -> PolicyChoice:
     """The first policy whose step fits, or the one that needs least: of the host, where that has too little for all.
 
     Args:
@@ -101,9 +101,9 @@ def choose(
         compile: compiles a policy's step: its memory, and the step.
         pinned: bytes of the host's memory that XLA takes for the device at most.
     """
-    refused: list[Refused] = []
+    refused: list[RejectedPolicy] = []
     tried: dict[str, tuple[StepMemory, Any]] = {}
-    there, room = Room(limit, host), Room(limit, min(host, pinned))
+    there, room = MemoryLimits(limit, host), MemoryLimits(limit, min(host, pinned))
     for policy in policies:
         needed = at_least(policy)
         if needed is None:
@@ -111,16 +111,16 @@ def choose(
         if needed <= limit:
             memory, compiled = tried[policy] = compile(policy)
             if room.holds(memory):
-                return Choice(policy, memory, limit, refused, compiled, room.host)
+                return PolicyChoice(policy, memory, limit, refused, compiled, room.host)
             if memory.host > room.host:
-                refused.append(Refused(policy, memory.device, memory.host, there.holds(memory)))
+                refused.append(RejectedPolicy(policy, memory.device, memory.host, there.holds(memory)))
                 continue
             needed = memory.device
-        refused.append(Refused(policy, needed))
+        refused.append(RejectedPolicy(policy, needed))
     least = min(reversed(refused), key=lambda one: (one.host, one.needed)).policy
     memory, compiled = tried.get(least) or compile(least)
     others = [one for one in refused if one.policy != least]
-    return Choice(least, memory, limit, others, compiled, room.host, there.holds(memory))
+    return PolicyChoice(least, memory, limit, others, compiled, room.host, there.holds(memory))
 
 
 def first_layers(limit: float, full: float, rich: float, layers: int) -> str | None:

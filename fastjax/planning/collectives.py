@@ -1,6 +1,4 @@
-"""What the devices of a compiled step say to each other, in bytes on the link.
-
-That is collectives, and what kernels read in one another's memory.
+"""Traffic between the devices of a compiled step, in bytes on the link: collectives, and reads of remote memory.
 
 A ring moves what it must and no more (Patarasuk and Yuan, 10.1016/j.jpdc.2008.09.002): of n devices each sends
 2 (n - 1) / n of an array to sum it, (n - 1) / n to gather it, to scatter a sum, or to exchange its parts.

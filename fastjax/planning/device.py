@@ -21,7 +21,7 @@ PINNED_BYTES = 64 * 2**30
 _PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class Here:
+class LocalDevice:
     """The GPU of this machine."""
 
     @property
@@ -56,7 +56,7 @@ class Here:
         return jitted.lower(*arguments).compile()
 
 
-Device = AOT | Here
+Device = AOT | LocalDevice
 
 
 def host_memory() -> int:

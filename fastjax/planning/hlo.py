@@ -75,7 +75,7 @@ class Instruction(NamedTuple):
 
 
 class SharedReads(NamedTuple):
-    """What a kernel reads that reads other devices' memory.
+    """The reads of a kernel that reads other devices' memory.
 
     Attributes:
         whole: bytes of the layer's arrays, of all devices.
@@ -118,7 +118,7 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
 
 
 def shared_reads(one: Instruction) -> SharedReads | None:
-    """What an instruction reads of arrays that devices share; None: it is no kernel that does.
+    """The reads of a kernel from arrays that devices share; None: the instruction is no such kernel.
 
     Args:
         one: in no fusion.
@@ -215,7 +215,7 @@ def _result(one: Instruction) -> int:
 
 
 def _sliced(inside: list[Instruction], reads: list[int], written: int) -> tuple[list[int], int]:
-    """What a fusion reads of each operand and writes, where it takes or sets parts of larger arrays."""
+    """Bytes that a fusion reads of each operand and writes, where it takes or sets parts of larger arrays."""
     named = {one.name: one for one in inside}
     users: dict[str, list[Instruction]] = {}
     for one in inside:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fastjax.planning.memory import Room, StepMemory
+from fastjax.planning.memory import MemoryLimits, StepMemory
 
 #: The first length that is compiled, the factor to the second, and the most compilations.
 _START, _FACTOR, _MOST = 16384, 4, 7
@@ -17,7 +17,7 @@ _START, _FACTOR, _MOST = 16384, 4, 7
 _SHORT, _LONG, _CLOSE = 128, 1024, 0.01
 
 
-class Longest(NamedTuple):
+class LongestRow(NamedTuple):
     """The longest row found.
 
     Attributes:
@@ -31,7 +31,9 @@ class Longest(NamedTuple):
     bound: str
 
 
-def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int, parts: int = 1) -> Longest | None:
+def longest_row(
+    measure: Callable[[int], StepMemory], room: MemoryLimits, positions: int, parts: int = 1
+) -> LongestRow | None:
     """Search for the longest row; None: the shortest one tried does not fit.
 
     Args:
@@ -53,12 +55,12 @@ def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int
     if not fits:
         return None
     if fits == positions:
-        return Longest(fits, found[fits], "positions")
+        return LongestRow(fits, found[fits], "positions")
     aims = _aims(found, room, fits)
-    return Longest(fits, found[fits], min(aims, key=aims.__getitem__))
+    return LongestRow(fits, found[fits], min(aims, key=aims.__getitem__))
 
 
-def _next(found: dict[int, StepMemory], room: Room, positions: int, parts: int, fits: int, fails: int) -> int:
+def _next(found: dict[int, StepMemory], room: MemoryLimits, positions: int, parts: int, fits: int, fails: int) -> int:
     """The length to try next, between those that fit and those that do not."""
     if len(found) == 1:
         return _rounded(fits * _FACTOR if fits else fails / _FACTOR, positions, parts)
@@ -70,7 +72,7 @@ def _next(found: dict[int, StepMemory], room: Room, positions: int, parts: int, 
     return min(_rounded(length, positions, parts), fails - math.lcm(_SHORT, parts))
 
 
-def _aims(found: dict[int, StepMemory], room: Room, fits: int) -> dict[str, float]:
+def _aims(found: dict[int, StepMemory], room: MemoryLimits, fits: int) -> dict[str, float]:
     """Where lines through the two lengths around the longest that fits meet the limits, by what they limit."""
     known = sorted(found)
     place = max(1, min(known.index(fits) + 1, len(known) - 1)) if fits else 1

@@ -42,7 +42,7 @@ class StepMemory(NamedTuple):
         )
 
 
-class Room(NamedTuple):
+class MemoryLimits(NamedTuple):
     """The bytes that a step may take.
 
     Attributes:

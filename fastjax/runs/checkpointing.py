@@ -18,7 +18,7 @@ from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
-from fastjax.planning.choice import Choice, choose, first_layers
+from fastjax.planning.choice import PolicyChoice, choose, first_layers
 from fastjax.planning.device import host_memory, memory_limit, pinned_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
@@ -94,7 +94,7 @@ def _choose(
     loading: ModelLoading | None,
     *,
     must: bool,
-) -> Choice | None:
+) -> PolicyChoice | None:
     """The choice among the policies on one mesh, with the model loaded beside what is read back.
 
     None: nothing fits by far, and none must be made.
@@ -141,11 +141,11 @@ def _choose(
 
 
 def _filled(
-    choice: Choice,
+    choice: PolicyChoice,
     shapes: RunShapes,
     at_least: Callable[[str], int | None],
     compile: Callable[[str], tuple[StepMemory, Any]],
-) -> Choice:
+) -> PolicyChoice:
     """The choice, or the step that keeps projections in the first layers, if that fits and recomputes less."""
     layers = shapes.model("full").config.num_hidden_layers
     bounds = [at_least(policy) for policy in (choice.policy, "full", "projections")]
@@ -209,7 +209,7 @@ def _advice(message: str, step: RunStep) -> str:
     return f"{text}. {way_out(settings)}"
 
 
-def _way_out(shapes: RunShapes, shape: MeshShape, choice: Choice) -> str:
+def _way_out(shapes: RunShapes, shape: MeshShape, choice: PolicyChoice) -> str:
     """What to do where the chosen step is out of memory."""
     others = [one.policy for one in choice.refused]
     settings = less_memory(shapes.config, shapes.model(choice.policy), shape, choice.policy, others)

@@ -15,7 +15,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.opening import OpenModel
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.parallel import MeshShape
-from fastjax.planning.choice import Choice
+from fastjax.planning.choice import PolicyChoice
 from fastjax.runs.datasets import Given, RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
@@ -62,7 +62,7 @@ class RunStep(NamedTuple):
     """
 
     policy: str
-    choice: Choice | None
+    choice: PolicyChoice | None
     mesh: MeshShape
     advice: Callable[[], str] | None = None
 

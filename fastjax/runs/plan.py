@@ -17,8 +17,8 @@ from fastjax.planning.choice import first_layers
 from fastjax.planning.collectives import Collective, collectives, link_seconds
 from fastjax.planning.device import Device
 from fastjax.planning.hlo import kernels
-from fastjax.planning.longest import Longest, longest_row
-from fastjax.planning.memory import Room, StepMemory
+from fastjax.planning.longest import LongestRow, longest_row
+from fastjax.planning.memory import MemoryLimits, StepMemory
 from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
 from fastjax.runs.mesh import open_mesh
@@ -95,7 +95,7 @@ def plan_run(
     opened: OpenModel,
     device: Device,
     policies: Sequence[str] | None,
-    room: Room,
+    room: MemoryLimits,
     progress: Callable[[str], None],
     shape: MeshShape = _ONE_DEVICE,
 ) -> RunPlan:
@@ -222,10 +222,10 @@ def longest_rows(
     positions: int,
     device: Device,
     policies: Sequence[str] | None,
-    room: Room,
+    room: MemoryLimits,
     progress: Callable[[str], None],
     shape: MeshShape = _ONE_DEVICE,
-) -> dict[str, Longest | None]:
+) -> dict[str, LongestRow | None]:
     """Search for the longest rows that a run's train step fits with, by compiling it.
 
     Args:

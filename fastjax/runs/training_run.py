@@ -35,9 +35,9 @@ from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.evaluation import run_evaluation
 from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
-from fastjax.training.loop import Observer, Reached, fit, sent_ahead
+from fastjax.training.loop import LoopState, Observer, fit, sent_ahead
 from fastjax.training.metrics import Evaluation, Throughput, peak_memories
-from fastjax.training.observers import Evaluating, Finite, Metrics, Rows, Saving
+from fastjax.training.observers import Evaluating, Finite, Metrics, Saving, SinkWriter
 from fastjax.training.preferences import reference_log_probs
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_forward, make_probe
@@ -107,7 +107,7 @@ class TrainingRun:
             batches = run.data.batches.from_step(start.step, run.data.total_steps, position)
             observers = self._observers(reporting, start, profile, stop)
             with sent_ahead(batches, self._send) as ready:
-                reached = fit(self._step, Reached(self.state, start), ready, self._cadence(), observers)
+                reached = fit(self._step, LoopState(self.state, start), ready, self._cadence(), observers)
             if not reached.complete:
                 assert stop.received is not None
                 reporting.status = f"interrupted by {stop.received.name}"
@@ -138,7 +138,7 @@ class TrainingRun:
     def _observers(self, reporting: Reporting, start: Progress, *others: Observer) -> list[Observer]:
         saving = Saving(self.run.checkpoints, start.step)
         return [
-            Rows(reporting.sinks, self.run.ended),
+            SinkWriter(reporting.sinks, self.run.ended),
             Metrics(self._throughput(start.seconds), self.run.startup),
             Finite(saving, self._explain),
             self.check,
@@ -166,7 +166,7 @@ class TrainingRun:
         self.state, metrics = self.train_step(state, self.run.model.frozen, batch)
         return self.state, metrics
 
-    def _save(self, reached: Reached, reporting: Reporting) -> None:
+    def _save(self, reached: LoopState, reporting: Reporting) -> None:
         """Save the result, and let it answer held-out prompts."""
         run, step = self.run, reached.progress.step
         self.watchdog.waits(f"the result, {run.folder.result}")
@@ -267,7 +267,7 @@ class TrainingRun:
         numbers = batches.row_numbers(step - 1)
         return f"Not finite: {batches.describe_rows(numbers[tuple(zip(*places, strict=True))])}."
 
-    def _chosen(self, reached: Reached) -> Any:
+    def _chosen(self, reached: LoopState) -> Any:
         """The result's weights: the last, or the best."""
         best, checkpoints = reached.progress.best_step, self.run.checkpoints
         if not self.run.config.output.load_best_model_at_end or best is None or best == reached.progress.step:

@@ -33,7 +33,7 @@ from fastjax.training.checkpoint_store import (
     METADATA,
     UNCHECKED_FORMAT,
     UNFINISHED,
-    Stored,
+    StoredArray,
     Unreadable,
     finish,
     read_arrays,
@@ -112,7 +112,7 @@ class Checkpoints:
 
         self._copied = progress.step, write
 
-    def _write(self, arrays: Mapping[str, Stored], metadata: Mapping[str, Any], progress: Progress) -> None:
+    def _write(self, arrays: Mapping[str, StoredArray], metadata: Mapping[str, Any], progress: Progress) -> None:
         """Write this process's regions, and with the others' make a checkpoint, or none: all get one answer."""
         target = self.folder / str(progress.step)
         unfinished = self.folder / f"{progress.step}{UNFINISHED}"

@@ -67,7 +67,7 @@ def with_parts(wanted: Mapping[str, Any], parts: Mapping[str, Sequence[str]]) ->
 def with_stacks(
     read: Mapping[str, jax.Array], wanted: Mapping[str, Any], parts: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """What was read, stacks in place of their parts.
+    """The arrays that were read, stacks in place of their layers.
 
     Args:
         read: by name.

@@ -7,7 +7,7 @@ import numpy as np
 
 from fastjax.parallel import place
 from fastjax.parallel.processes import is_primary
-from fastjax.training.checkpoint_store import Region, Stored, chunk_of, whole_region
+from fastjax.training.checkpoint_store import Region, StoredArray, chunk_of, whole_region
 
 
 def held_regions(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Region]:
@@ -36,7 +36,7 @@ def put(values: Sequence[np.ndarray], shape: Sequence[int], sharding: jax.shardi
     return jax.make_array_from_callback(tuple(shape), sharding, lambda index: by_region[_region(index, shape)])
 
 
-def copied_regions(array: jax.Array) -> Stored:
+def copied_regions(array: jax.Array) -> StoredArray:
     """Copy a process's regions of an array to the host; each is written by the process with its first copy.
 
     Args:
@@ -49,10 +49,10 @@ def copied_regions(array: jax.Array) -> Stored:
         shard.data.copy_to_host_async()
     regions = [(_region(shard.index, array.shape), np.array(shard.data)) for shard in shards]
     chunk = chunk_of(array.sharding.shard_shape(array.shape), array.dtype.itemsize)
-    return Stored(array.shape, array.dtype, chunk, regions)
+    return StoredArray(array.shape, array.dtype, chunk, regions)
 
 
-def whole(array: np.ndarray, *, write: bool = True) -> Stored:
+def whole(array: np.ndarray, *, write: bool = True) -> StoredArray:
     """An array that one process writes.
 
     Args:
@@ -60,7 +60,7 @@ def whole(array: np.ndarray, *, write: bool = True) -> Stored:
         write: whether it is this process.
     """
     regions = [(whole_region(array.shape), array)] if write else []
-    return Stored(array.shape, array.dtype, chunk_of(array.shape, array.dtype.itemsize), regions)
+    return StoredArray(array.shape, array.dtype, chunk_of(array.shape, array.dtype.itemsize), regions)
 
 
 def _region(index: Sequence[slice] | None, shape: Sequence[int]) -> Region:

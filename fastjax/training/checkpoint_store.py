@@ -51,7 +51,7 @@ class Unreadable(TrainingError):
         super().__init__(f"{folder} cannot be read: {what}")
 
 
-class Stored(NamedTuple):
+class StoredArray(NamedTuple):
     """The regions of an array that a process writes.
 
     Attributes:
@@ -196,7 +196,7 @@ def chunk_of(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (rows, *shape[1:]) if rows * row >= LEAST_CHUNK else tuple(shape)
 
 
-def write_arrays(folder: Path, process: int, arrays: Mapping[str, Stored]) -> None:
+def write_arrays(folder: Path, process: int, arrays: Mapping[str, StoredArray]) -> None:
     """Write this process's regions of arrays; returns when all writes have ended.
 
     Args:

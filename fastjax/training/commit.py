@@ -47,5 +47,5 @@ def finite_or_kept(finite: Bool[Array, ""], updated: Any, state: Any) -> Any:
 
 
 def _weight(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What an array and the optimizer's parts of it have in common: the names in the tree of trained arrays."""
+    """The names in the tree of trained arrays, which an array shares with its moments in the optimizer's state."""
     return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))

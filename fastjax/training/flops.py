@@ -84,7 +84,7 @@ def flops_per_token(config: ModelConfig, trainable: Any, document_length: float,
         config: the model.
         trainable: its tree of trained arrays (`LanguageModel.trainable`).
         document_length: as for `step_flops`.
-        reference: likewise.
+        reference: as for `step_flops`.
     """
     found = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
     leaves = [(leaf, round(size * _chosen(config)) if leaf.of_experts else size) for leaf, size in found]

@@ -84,7 +84,7 @@ class StepGradient:
         return grads, sums, weight
 
     def _apart(self, state: Any, frozen: Any, batch: Batch, targets: Array) -> Any:
-        """The same and the feedback, each replica with its own rows until it sends its gradient."""
+        """The result of `_mean` and the feedback; each replica takes its own rows and then sends its gradient."""
         if state.feedback is None and self.gradient_exchange != "float32":
             raise ValueError(f"state: expected feedback, of init_state with {self.gradient_exchange!r}, got none")
 

@@ -19,7 +19,7 @@ from fastjax.errors import TrainingError
 from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
 from fastjax.training.loop import Loop, Observer, Step
-from fastjax.training.optimizers.alike import Alike
+from fastjax.training.optimizers.stacked_layers import StackedLayers
 
 
 def leaf_names(trainable: Any, plan: Sequence[LayerStack]) -> list[str]:
@@ -57,7 +57,7 @@ def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
         rows = leaf.reshape(1 if stack is None else plan[stack].count, -1).astype(jnp.float32)
         return jnp.sum(jnp.square(rows), axis=1)
 
-    return Alike(tree).vectors(norms, tree)
+    return StackedLayers(tree).vectors(norms, tree)
 
 
 class GradientCheck(Observer):

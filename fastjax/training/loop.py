@@ -28,7 +28,7 @@ PREFETCH = 2
 _LAST_STEPS = 16
 
 
-class Reached(NamedTuple):
+class LoopState(NamedTuple):
     """A run, as far as it has come.
 
     Attributes:
@@ -111,11 +111,11 @@ class Observer:
 
 def fit(
     step: Callable[[Any, Batch], tuple[Any, dict[str, jax.Array]]],
-    start: Reached,
+    start: LoopState,
     batches: Iterable[tuple[int, Batch]],
     cadence: Cadence,
     observers: Sequence[Observer] = (),
-) -> Reached:
+) -> LoopState:
     """Take steps until there are `cadence.total`, or an observer or the cadence ends the run.
 
     Args:
@@ -166,7 +166,7 @@ class Loop:
         signalled: whether a signal wants the run to end; an observer sets it.
     """
 
-    def __init__(self, start: Reached, cadence: Cadence, observers: Sequence[Observer]):
+    def __init__(self, start: LoopState, cadence: Cadence, observers: Sequence[Observer]):
         self.state, self.progress, self.evaluation, _ = start
         self.cadence, self.signalled = cadence, False
         self._observers = observers
@@ -174,7 +174,7 @@ class Loop:
         self._pending: Step | None = None  # a dispatched step with unread numbers
         self._took: collections.deque[float] = collections.deque(maxlen=_LAST_STEPS)
 
-    def run(self, step: Callable[..., Any], batches: Iterator[tuple[int, Batch]]) -> Reached:
+    def run(self, step: Callable[..., Any], batches: Iterator[tuple[int, Batch]]) -> LoopState:
         """Take the steps; see `fit`."""
         over, complete = self.progress.step >= self.cadence.total or self.cadence.exhausted(self.progress), True
         while not over:
@@ -188,7 +188,7 @@ class Loop:
             for observer in self._observers:
                 observer.over(self)
         self.waits(None)
-        return Reached(self.state, self.progress, self.evaluation, complete)
+        return LoopState(self.state, self.progress, self.evaluation, complete)
 
     def _take(self, step: Callable[..., Any], batches: Iterator[tuple[int, Batch]]) -> None:
         """Call the next step, and read the numbers of the one before while it runs."""

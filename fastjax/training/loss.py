@@ -85,7 +85,7 @@ def loss_sums(
         z_loss_coef: factor of the square of the logits' logsumexp, which is added where there is a key.
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
         router_aux_loss_coef: factor of the routers' load-balancing loss where there is a key.
-        router_z_loss_coef: likewise of the loss of their logits' size.
+        router_z_loss_coef: factor of the loss of the routers' logits where there is a key.
 
     Returns:
         The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct; where the

@@ -85,7 +85,7 @@ def loss_curve(losses: Sequence[tuple[int, float]], held_out: Sequence[tuple[int
 
     Args:
         losses: (step, loss) of training; of many every nth.
-        held_out: likewise of evaluations.
+        held_out: (step, loss) of evaluations.
     """
     from matplotlib.figure import Figure
 

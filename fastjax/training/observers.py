@@ -22,7 +22,7 @@ from fastjax.training.step import COUNTS, STEP_METRICS
 NOTHING_KEPT = "nothing was saved"
 
 
-class Rows(Observer):
+class SinkWriter(Observer):
     """Hands the rows on: to the file, the trackers, the screen and a program's own sinks."""
 
     def __init__(self, sinks: Sequence[Sink], ended: Callable[[], bool] = lambda: False):

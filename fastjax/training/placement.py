@@ -19,23 +19,23 @@ from fastjax.parallel import BATCH, MeshShape, place, shard_frozen
 from fastjax.parallel.gather import is_split
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
-from fastjax.training.optimizers.alike import Alike
 from fastjax.training.optimizers.blockwise import Blockwise
+from fastjax.training.optimizers.stacked_layers import StackedLayers
 
 #: What an optimizer holds of an array in another shape than the array's.
 _PARTS = (Blockwise, Factored)
 
 
-class _Placed(NamedTuple):
+class _ShardedShape(NamedTuple):
     """The shape of an array that the optimizer sees, and where it lies."""
 
     shape: tuple[int, ...]
     place: NamedSharding
 
 
-def _stack(arrays: Sequence[_Placed]) -> _Placed:
+def _stack(arrays: Sequence[_ShardedShape]) -> _ShardedShape:
     shape, place = arrays[0]
-    return _Placed((len(arrays), *shape), NamedSharding(place.mesh, P(None, *place.spec)))
+    return _ShardedShape((len(arrays), *shape), NamedSharding(place.mesh, P(None, *place.spec)))
 
 
 def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
@@ -50,9 +50,9 @@ def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
     if not hasattr(state, "trainable"):
         return weight_shardings(state, config, mesh)
     trained = weight_shardings(state.trainable, config, mesh)
-    own = jax.tree.map(lambda leaf, place: _Placed(leaf.shape, place), state.trainable, trained)
-    stacks = Alike(state.trainable).stacked(own, _stack)
-    paths = jax.tree_util.tree_flatten_with_path(stacks, is_leaf=lambda node: isinstance(node, _Placed))[0]
+    own = jax.tree.map(lambda leaf, place: _ShardedShape(leaf.shape, place), state.trainable, trained)
+    stacks = StackedLayers(state.trainable).stacked(own, _stack)
+    paths = jax.tree_util.tree_flatten_with_path(stacks, is_leaf=lambda node: isinstance(node, _ShardedShape))[0]
     places = {_names(path): placed for path, placed in paths}
 
     def of(path: tuple[Any, ...], held: Any) -> Any:

@@ -37,7 +37,7 @@ class AdamState(NamedTuple):
     Attributes:
         count: updates made; int32 [].
         mu: mean of the gradient; a leaf is a float32 or bfloat16 array or `Blockwise`.
-        nu: mean of its square, likewise.
+        nu: mean of its square, in the same types.
     """
 
     count: Int[Array, ""]
@@ -174,7 +174,7 @@ def one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:
 def round_stochastically(
     pair: tuple[Float[Array, "..."], Float[Array, "..."]], draw: Int[Array, ""]
 ) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
-    """Of each number one of its two neighbours in bfloat16, the nearer one more often.
+    """Round each number to one of its two neighbours in bfloat16, to the nearer one more often.
 
     The random bits are a hash of the draw and of the number's place in the last two axes, so that layers in a stack are
     rounded as they would be by themselves, on any number of devices; its lower half is for the first array, its upper

@@ -16,10 +16,10 @@ import optax
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.adafactor import scale_by_factored_rms
 from fastjax.training.optimizers.adam import scale_by_adam
-from fastjax.training.optimizers.alike import Alike
 from fastjax.training.optimizers.groups import decays, group_factors, rate_groups
 from fastjax.training.optimizers.muon import scale_by_muon
 from fastjax.training.optimizers.schedules import LearningRates, rates_by_step
+from fastjax.training.optimizers.stacked_layers import StackedLayers
 
 
 def make_optimizer(
@@ -97,18 +97,18 @@ def _in_float32(
     def init(params: Any) -> Any:
         # Shapes suffice to start from zero: no float32 copy of the parameters has to exist.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
-        parts: Any = inner.init(jax.eval_shape(Alike(params).stacked, shapes))
+        parts: Any = inner.init(jax.eval_shape(StackedLayers(params).stacked, shapes))
         return (*parts, jax.tree.map(jnp.asarray, rates))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("update: expected the parameters as third argument, got none; weight decay needs them")
         *parts, here = state
-        alike = Alike(params)
+        layers = StackedLayers(params)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
             after: Any  # of the chain's parts, a tuple
-            gradients, weights = alike.stacked(widen(updates)), alike.stacked(widen(params))
+            gradients, weights = layers.stacked(widen(updates)), layers.stacked(widen(params))
             wide, after = inner.update(gradients, tuple(parts), weights, rates=here, **extra)
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), alike.apart(wide), params), (*after, here)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), layers.apart(wide), params), (*after, here)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -108,7 +108,7 @@ def simpo(
 
     Args:
         policy_chosen: log p of the chosen answer.
-        policy_rejected: likewise of the rejected one.
+        policy_rejected: log p of the rejected answer.
         beta: β.
         gamma: γ, the margin.
         label_smoothing: as for `dpo`.

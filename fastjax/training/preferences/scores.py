@@ -79,7 +79,7 @@ def token_log_probs(
         rows: as for `document_scores`.
         targets: the tokens that follow, IGNORE_INDEX where none is scored.
         key: as for `document_scores`.
-        chunk_size: likewise.
+        chunk_size: as for `document_scores`.
     """
     hidden = model.head_input(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden, key)
     return head_log_probs(model, trainable_filter, hidden, targets, chunk_size=chunk_size)

@@ -21,7 +21,7 @@ from fastjax.training.report.facts import show_loss
 from fastjax.training.report.panels import COLOURS, Panel, Series
 
 MOST_POINTS = 4000
-"""Of a line; a longer one keeps the lowest and the highest point of every stretch."""
+"""Points of a line; a longer one keeps the lowest and the highest point of every stretch."""
 
 _FORMATS = {
     "number": {"hoverformat": ".5~g"},

@@ -26,7 +26,7 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-class Shown(NamedTuple):
+class Excerpt(NamedTuple):
     """The shown part of a list.
 
     Attributes:
@@ -79,7 +79,7 @@ def headline(history: History) -> list[Fact]:
     return facts
 
 
-def list_events(history: History) -> Shown:
+def list_events(history: History) -> Excerpt:
     """The events in order, with the last checkpoint only and one line for all skipped steps.
 
     Args:
@@ -98,7 +98,7 @@ def list_events(history: History) -> Shown:
         message = f"{_count(skipped.size, 'step')} skipped, the gradient overflowed in float16: {listed}"
         rows.append({"step": int(skipped[0]), "message": message})
     rows.sort(key=lambda row: row["step"])
-    return Shown(rows[: MOST_ROWS // 2] + rows[MOST_ROWS // 2 :][-MOST_ROWS // 2 :], max(0, len(rows) - MOST_ROWS))
+    return Excerpt(rows[: MOST_ROWS // 2] + rows[MOST_ROWS // 2 :][-MOST_ROWS // 2 :], max(0, len(rows) - MOST_ROWS))
 
 
 def list_samples(history: History) -> list[Mapping[str, str]]:
@@ -110,14 +110,14 @@ def list_samples(history: History) -> list[Mapping[str, str]]:
     return next((row["samples"] for row in reversed(history.events) if row.get("samples")), [])
 
 
-def list_spikes(spikes: Sequence[Spike]) -> Shown:
+def list_spikes(spikes: Sequence[Spike]) -> Excerpt:
     """The largest spikes, by step.
 
     Args:
         spikes: all.
     """
     largest = sorted(spikes, key=lambda spike: spike.expected - spike.loss)[:MOST_ROWS]
-    return Shown(sorted(largest), len(spikes) - len(largest))
+    return Excerpt(sorted(largest), len(spikes) - len(largest))
 
 
 def list_evaluations(history: History, most: int = 12) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ class Setting(NamedTuple):
     Attributes:
         name: section.key.
         value: as YAML would write it.
-        default: likewise; "" if it has none.
+        default: as YAML would write it; "" if it has none.
         changed: whether the two differ.
     """
 

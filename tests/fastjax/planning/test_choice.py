@@ -21,7 +21,7 @@ NEEDS = {"much": 30, "some": 12, "least": 9}
     ],
 )
 def test_the_fastest_that_fits(limit, policy, compiled, words):
-    """What cannot fit by the estimate is not compiled, but what needs least where nothing fits; nothing is twice."""
+    """One that cannot fit by the estimate is compiled only where nothing fits and it needs least; none is twice."""
     asked = []
 
     def compile(name):

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program say to each other, in bytes on the link."""
+"""Traffic between the devices of a compiled program, in bytes on the link."""
 
 import pytest
 

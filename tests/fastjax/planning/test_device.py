@@ -1,4 +1,4 @@
-"""What the environment says of the host's memory."""
+"""The limit of pinned memory from the environment."""
 
 import pytest
 

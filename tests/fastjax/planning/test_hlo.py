@@ -89,7 +89,7 @@ def test_an_array_in_the_hosts_memory_is_none_of_the_devices():
 
 
 def test_kernels_that_read_other_devices_memory_read_a_layer_of_their_stacks():
-    """Of two devices: codes of 64 blocks each in a stack of eight layers, and two arrays that are copied."""
+    """Two devices share codes of 64 blocks each in a stack of eight layers, and two arrays that are copied."""
     calls = """
 ENTRY %main (layer: s32[1], codes: u8[8,64,32], absmax: f32[128], scales: f32[8,512]) -> bf16[128,64] {
   %layer = s32[1]{0} parameter(0)

@@ -3,9 +3,9 @@
 import pytest
 
 from fastjax.planning.longest import longest_row
-from fastjax.planning.memory import ALLOCATOR_BYTES, Room, StepMemory
+from fastjax.planning.memory import ALLOCATOR_BYTES, MemoryLimits, StepMemory
 
-ROOM, POSITIONS = Room(10e9, 100e9), 1 << 20
+ROOM, POSITIONS = MemoryLimits(10e9, 100e9), 1 << 20
 
 
 def two_pieces(tokens):
@@ -49,7 +49,7 @@ def test_a_row_that_is_cut_into_equal_parts(positions):
 
 def test_a_step_that_never_fits():
     asked = []
-    found = longest_row(lambda tokens: asked.append(tokens) or two_pieces(tokens), Room(3.9e9), POSITIONS)
+    found = longest_row(lambda tokens: asked.append(tokens) or two_pieces(tokens), MemoryLimits(3.9e9), POSITIONS)
     assert found is None and asked == sorted(asked, reverse=True) and len(asked) <= 7
 
 
@@ -57,6 +57,6 @@ def test_a_step_that_takes_less_from_some_length_on():
     def cut(tokens):
         return StepMemory(0, tokens * (600_000 if tokens < 16_384 else 60_000), 0)
 
-    long, short = (longest_row(cut, room, POSITIONS) for room in (ROOM, Room(1.4e9)))
+    long, short = (longest_row(cut, room, POSITIONS) for room in (ROOM, MemoryLimits(1.4e9)))
     assert long is not None and 150_000 < long.tokens <= 158_000
     assert short is not None and 1000 < short.tokens <= 1438 and cut(short.tokens).device <= 1.4e9

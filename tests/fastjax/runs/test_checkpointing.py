@@ -11,7 +11,7 @@ from fastjax.data import grouping
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.execution.policies import candidates
 from fastjax.parallel import MeshShape
-from fastjax.planning.choice import Choice, Refused
+from fastjax.planning.choice import PolicyChoice, RejectedPolicy
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
 from fastjax.runs.context import RunStep
@@ -192,7 +192,7 @@ def test_memory_left_over_keeps_projections_in_the_first_layers(at_k, policy, co
         asked.append(name)
         return memory(at_k(int(name.removeprefix("projections:")))), name
 
-    choice = Choice("full", memory(10), 12 * unit, [Refused("projections", 14 * unit)], "full")
+    choice = PolicyChoice("full", memory(10), 12 * unit, [RejectedPolicy("projections", 14 * unit)], "full")
     shapes = SimpleNamespace(model=lambda _: SimpleNamespace(config=SimpleNamespace(num_hidden_layers=8)))
     at_least = {"full": 3 * unit, "projections": 7 * unit}
     filled = checkpointing._filled(choice, shapes, at_least.get, compile)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.planning.memory import Room
+from fastjax.planning.memory import MemoryLimits
 from fastjax.runs import plan
 from fastjax.runs.opening import open_shapes
 from pallas_kernels.cards import CARDS
@@ -43,7 +43,7 @@ def planned(tmp_path, monkeypatch):
 
         monkeypatch.setattr(plan, "_compiled", compiled)
         own = config(model={"model_name": str(tmp_path), "max_seq_length": 32, "load_in_4bit": False})
-        room = Room(limit * GIB)
+        room = MemoryLimits(limit * GIB)
         return plan.plan_run(own, open_shapes(own), Card(), policies, room, lambda text: None)
 
     return of

@@ -11,7 +11,7 @@ from fastjax.parallel import make_mesh
 from fastjax.training import checkpoint, checkpoint_parts, checkpoint_store
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints
-from fastjax.training.checkpoint_store import Stored, Unreadable, finish, seal, write_arrays
+from fastjax.training.checkpoint_store import StoredArray, Unreadable, finish, seal, write_arrays
 
 LAYERS = 6
 SPECS = {
@@ -70,7 +70,7 @@ def written(array, process):
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and shard.device.id // 4 == process]
     regions = [(checkpoint_parts._region(shard.index, array.shape), np.asarray(shard.data)) for shard in shards]
     chunk = checkpoint_store.chunk_of(array.sharding.shard_shape(array.shape), array.dtype.itemsize)
-    return Stored(array.shape, array.dtype, chunk, regions)
+    return StoredArray(array.shape, array.dtype, chunk, regions)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_chunks(shape, expected):
     ],
 )
 def test_arrays_of_earlier_formats_are_checked_by_their_metadata(tmp_path, monkeypatch, number, checksums):
-    """As those versions wrote them: without checksums of the chunks, of which some may be left out."""
+    """Those versions wrote no checksums of the chunks, and left some of these out."""
     monkeypatch.setattr(checkpoint_store, "_CODECS", checkpoint_store._CODECS[:2])
     arrays = {"a": jnp.arange(12.0).reshape(3, 4), "b": jnp.arange(5, dtype=jnp.bfloat16), "c": jnp.zeros((), bool)}
     arrays["a"] = jax.device_put(arrays["a"], NamedSharding(make_mesh(1, 2), P(None, "fsdp")))

@@ -95,7 +95,7 @@ def fits(value, kind):
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_hostile_values(section):
-    """What is taken fits the annotation, is finite and can be written down; anything else is refused, in short."""
+    """A value that is taken fits the annotation, is finite and can be written; all others are refused, in short."""
     kind = SECTIONS[section]
     hints = typing.get_type_hints(kind)
     needed = {field.name: "a" for field in dataclasses.fields(kind) if field.default is field.default_factory}

@@ -1,4 +1,4 @@
-"""What the tests of the card judge by: bounds that let rounding through and nothing else."""
+"""The bounds by which tests on a card judge: they let rounding through and nothing else."""
 
 import dataclasses
 

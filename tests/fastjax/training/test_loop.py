@@ -14,10 +14,10 @@ from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import SaveFailed
 from fastjax.training.evaluation import AHEAD, run_evaluation
 from fastjax.training.health import GradientCheck
-from fastjax.training.loop import Observer, Reached, fit, sent_ahead
+from fastjax.training.loop import LoopState, Observer, fit, sent_ahead
 from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation, Throughput
-from fastjax.training.observers import Evaluating, Finite, Metrics, Rows, Saving, Startup
+from fastjax.training.observers import Evaluating, Finite, Metrics, Saving, SinkWriter, Startup
 from fastjax.training.signals import StopSignals
 
 
@@ -127,10 +127,10 @@ def run(
     batches = [batch()] * (steps - start.step) if batches is None else batches
     saving = None if checkpoints is None else Saving(checkpoints, start.step)
     metrics = Metrics(Throughput(steps), startup)
-    found = [Rows([rows]), metrics, Finite(saving, explain), *others, evaluate and Evaluating(evaluate), saving]
+    found = [SinkWriter([rows]), metrics, Finite(saving, explain), *others, evaluate and Evaluating(evaluate), saving]
     cadence = (cadence or Cadence(steps))._replace(total=steps, held_out=evaluate is not None)
     with sent_ahead(batches) as ready:
-        reached = Reached(State(start.step, start.step), start)
+        reached = LoopState(State(start.step, start.step), start)
         return fit(step or toy_step(), reached, ready, cadence, [one for one in found if one]), rows
 
 

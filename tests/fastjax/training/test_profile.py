@@ -22,7 +22,7 @@ def traced(folder):
 @pytest.mark.filterwarnings("ignore")  # the reader's own types are not quite Python's
 @pytest.mark.parametrize(("start", "given", "steps"), [(0, 6, [3, 4]), (3, 3, [4]), (0, 3, [3])])
 def test_the_trace_has_the_steps_asked_for(tmp_path, start, given, steps):
-    """Of a whole run, of one that is resumed among them, and of one that ends among them."""
+    """In a whole run, in one that is resumed among them, and in one that ends among them."""
     told = []
     with StepProfile(tmp_path, [3, 4], 3, lambda *what: told.append(what)) as profile:
         options = {"start": Progress(start), "batches": [batch()] * given, "others": [profile]}

@@ -1,4 +1,4 @@
-"""What a terminal and a log show of the same rows."""
+"""A terminal's line and a log's lines from the same rows."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""The same step on eight fake devices: data parallel, and with the frozen weights split."""
+"""A step on eight fake devices: data parallel, and with the frozen weights split."""
 
 import dataclasses
 import functools

@@ -35,7 +35,7 @@ import numpy as np
 from fastjax.data.batches import Batch
 from fastjax.training.cadence import Cadence
 from fastjax.training import watchdog
-from fastjax.training.loop import Reached, fit, sent_ahead
+from fastjax.training.loop import LoopState, fit, sent_ahead
 from fastjax.training.metrics import Throughput
 from fastjax.training.observers import Evaluating, Metrics, Saving
 from fastjax.training.watchdog import Watchdog
@@ -64,7 +64,7 @@ for name, (cadence, *others) in stalled.items():
         calls, timeout = [], 30 if name == "numbers" else 0.5
         with Watchdog(timeout, pathlib.Path(sys.argv[1]), 0) as dog:
             with sent_ahead([batch] * 4) as ready:
-                fit(step, Reached(state), ready, cadence, [Metrics(Throughput(4)), dog, *others])
+                fit(step, LoopState(state), ready, cadence, [Metrics(Throughput(4)), dog, *others])
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

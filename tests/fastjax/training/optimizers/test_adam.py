@@ -128,7 +128,7 @@ def test_state_of_8b_is_a_quarter(kind):
 
 
 def test_small_tensors_keep_32_bits():
-    """What counts is a layer's tensor: stacked, these would be large enough."""
+    """The size of a layer's tensor counts: stacked, these would be large enough."""
     tree = {
         "small": {"lora_A": jnp.ones((8, 4, 1023))},
         "large": {"lora_A": jnp.ones((8, 4, 1024)), "bias": jnp.ones((8, MIN_8BIT_SIZE))},

@@ -90,7 +90,7 @@ def test_updates_have_the_parameters_dtype_and_arithmetic_is_float32(name):
 
 
 def test_small_updates_of_bfloat16_are_lost():
-    """What make_optimizer says of them: from 1 the next bfloat16 is 0.8% away, and Adam's first step is the rate."""
+    """As make_optimizer's docstring says: from 1 the next bfloat16 is 0.8% away, and Adam's first step is the rate."""
     for rate, moves in [(0.0035, False), (0.0045, True)]:
         config = OptimizerConfig(learning_rate=rate, lr_scheduler_type="constant")
         params = {"w": jnp.ones((2, 2), jnp.bfloat16)}

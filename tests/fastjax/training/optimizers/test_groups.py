@@ -1,4 +1,4 @@
-"""What the names of weights decide, on the trees that models have."""
+"""Rates, decay and stacks by the names of weights, on the trees that models have."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def named(tree):
 
 
 def rate_factors(config, tree):
-    """What the schedule's rate is multiplied by, for each weight."""
+    """The factor of the schedule's rate for each weight."""
     factors = group_factors(config)
     return {name: factors[group] for name, group in named(rate_groups(tree)).items()}
 

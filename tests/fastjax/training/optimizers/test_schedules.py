@@ -16,7 +16,7 @@ TOTAL = 31
 
 
 def transformers_factor(kind: str, step: int, warmup: int, lowest: float, decay: int) -> float:
-    """What transformers' get_*_schedule_with_warmup and get_wsd_schedule multiply the learning rate by."""
+    """The factor of the learning rate in transformers' get_*_schedule_with_warmup and get_wsd_schedule."""
     if step < warmup:
         factor = step / max(1, warmup)
         return lowest + (1 - lowest) * factor if kind == "wsd" else factor

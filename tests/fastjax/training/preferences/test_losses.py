@@ -175,7 +175,7 @@ def test_packed_pairs_are_pairs_one_a_row():
 
 
 def test_metrics():
-    """Those of a pair, and of KTO's answers by their own number."""
+    """Means over pairs, and of KTO over answers of each kind."""
     _, sums = run(packed(), SHARES)
     assert {name.split("/")[0] for name in sums["dpo"].metrics} == {"rewards", "logps"}
     dpo, kto = sums["dpo"].metrics, sums["kto"].metrics

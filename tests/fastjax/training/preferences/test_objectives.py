@@ -49,7 +49,7 @@ def against(objective, base_chosen, base_rejected, **options):
 
 
 def theirs(objective, policies):
-    """The same with torch, in float64."""
+    """Losses and gradients with torch, in float64."""
     inputs = [torch.tensor(values, dtype=torch.float64, requires_grad=True) for values in policies]
     losses = objective(*inputs)
     losses.mean().backward()

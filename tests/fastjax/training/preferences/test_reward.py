@@ -40,7 +40,7 @@ def packed(length):
 
 
 def scores(rows):
-    """Of each document alone, from the hidden state of its last token."""
+    """Scores of each document alone, from the hidden state of its last token."""
     decoder, found = model().module(), []
     weight = np.asarray(decoder.score.weight[...])[0]
     for document in range(len(rows.documents)):

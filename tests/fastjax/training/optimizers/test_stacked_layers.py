@@ -12,7 +12,7 @@ from fastjax.models.layout import LayerStack
 from fastjax.parallel import make_mesh
 from fastjax.training.health import squared_norms
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
-from fastjax.training.optimizers.alike import LARGE, Alike
+from fastjax.training.optimizers.stacked_layers import LARGE, StackedLayers
 from fastjax.training.placement import state_shardings
 from fastjax.training.step import init_state
 from tests.support import tiny
@@ -47,20 +47,20 @@ def alone(whole, number):
 
 def test_which_arrays_are_stacked():
     whole = tree(0)
-    stacked = Alike(whole).stacked(whole)
+    stacked = StackedLayers(whole).stacked(whole)
     halves = stacked["layers"][0][0]["self_attn"]["o"]["adapters"]["o_proj"]
     assert jax.tree.map(jnp.shape, halves) == {"lora_A": (4, 2, 96), "lora_B": (4, 64, 2)}
     assert stacked["layers"][0][0]["input_layernorm"]["weight"].shape == (5, 96)
     assert jax.tree.leaves(stacked["layers"][1]) == jax.tree.leaves(stacked["layers"][3]) == []
     assert len(jax.tree.leaves(stacked["layers"][4])) == 2 and stacked["norm"]["weight"] is whole["norm"]["weight"]
-    back = Alike(whole).apart(stacked)
+    back = StackedLayers(whole).apart(stacked)
     assert jax.tree.structure(back) == jax.tree.structure(whole)
     jax.tree.map(np.testing.assert_array_equal, back, whole)
 
 
 def test_large_arrays_are_left_alone():
     large = {number: {0: {"mlp": {"down": {"weight": jnp.zeros((LARGE // 64, 64))}}}} for number in range(2)}
-    stacked = Alike({"layers": large}).stacked({"layers": large})
+    stacked = StackedLayers({"layers": large}).stacked({"layers": large})
     assert all(stacked["layers"][number] is not None for number in range(2))
     assert [leaf.shape for leaf in jax.tree.leaves(stacked)] == 2 * [(LARGE // 64, 64)]
 

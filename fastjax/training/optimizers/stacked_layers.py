@@ -25,7 +25,7 @@ def _joined(arrays: list[Any]) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.stack(arrays))
 
 
-class Alike:
+class StackedLayers:
     """Which arrays of a trained tree are stacked.
 
     A stack has the place of its first array; those of the others hold None.
