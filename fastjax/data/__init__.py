@@ -19,48 +19,53 @@ A row passes through the modules of this folder in one direction::
     batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
 `prepare` runs all but the last. `StreamedBatches` does the same incrementally during training, and `Prefetched` runs
-either ahead of the train step. Nothing here imports JAX or torch.
+either ahead of the train step. Nothing here imports JAX or torch, and a name its module when it is asked for.
 """
 
-from fastjax.data.batches import Batch, Batches, BatchSource
-from fastjax.data.columns import parse_row
-from fastjax.data.dataset import Dataset, DataStatistics
-from fastjax.data.documents import Documents, Example, Examples
-from fastjax.data.encoding import Encoder
-from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
-from fastjax.data.packing import PackedRows, pack_documents
-from fastjax.data.prefetch import Prefetched
-from fastjax.data.prepare import prepare
-from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
-from fastjax.data.settings import DataOptions, DataSource
-from fastjax.data.sources import read_jsonl
-from fastjax.data.streaming import StreamedBatches
-from fastjax.data.tokenizer import load_tokenizer
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "NAMED_TEMPLATES",
-    "Batch",
-    "BatchSource",
-    "Batches",
-    "ChatRecord",
-    "DataOptions",
-    "DataSource",
-    "DataStatistics",
-    "Dataset",
-    "Documents",
-    "Encoder",
-    "Example",
-    "Examples",
-    "PackedRows",
-    "Prefetched",
-    "Record",
-    "StreamedBatches",
-    "TextRecord",
-    "TokenRecord",
-    "load_tokenizer",
-    "pack_documents",
-    "parse_row",
-    "prepare",
-    "read_jsonl",
-    "set_chat_template",
-]
+if TYPE_CHECKING:
+    from fastjax.data.batches import Batch as Batch
+    from fastjax.data.batches import Batches as Batches
+    from fastjax.data.columns import parse_row as parse_row
+    from fastjax.data.dataset import Dataset as Dataset
+    from fastjax.data.encoding import Encoder as Encoder
+    from fastjax.data.named_templates import NAMED_TEMPLATES as NAMED_TEMPLATES
+    from fastjax.data.named_templates import set_chat_template as set_chat_template
+    from fastjax.data.packing import PackedRows as PackedRows
+    from fastjax.data.packing import pack_documents as pack_documents
+    from fastjax.data.pipeline import prepare as prepare
+    from fastjax.data.prefetch import Prefetched as Prefetched
+    from fastjax.data.records import ChatRecord as ChatRecord
+    from fastjax.data.records import TextRecord as TextRecord
+    from fastjax.data.records import TokenRecord as TokenRecord
+    from fastjax.data.settings import DataOptions as DataOptions
+    from fastjax.data.settings import DataSource as DataSource
+    from fastjax.data.sources import read_jsonl as read_jsonl
+    from fastjax.data.streaming import StreamedBatches as StreamedBatches
+    from fastjax.data.tokenizer import load_tokenizer as load_tokenizer
+
+_MODULES = {
+    "batches": ("Batch", "Batches"),
+    "columns": ("parse_row",),
+    "dataset": ("Dataset",),
+    "encoding": ("Encoder",),
+    "named_templates": ("NAMED_TEMPLATES", "set_chat_template"),
+    "packing": ("PackedRows", "pack_documents"),
+    "pipeline": ("prepare",),
+    "prefetch": ("Prefetched",),
+    "records": ("ChatRecord", "TextRecord", "TokenRecord"),
+    "settings": ("DataOptions", "DataSource"),
+    "sources": ("read_jsonl",),
+    "streaming": ("StreamedBatches",),
+    "tokenizer": ("load_tokenizer",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"fastjax.data.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,8 +24,8 @@ from fastjax.data.encoded import Say, nothing_to_learn
 from fastjax.data.mixture import next_source
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, Rows, pack_documents
+from fastjax.data.pipeline import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.prefetch import Prefetched
-from fastjax.data.prepare import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.records import Record
 from fastjax.data.settings import NO_CACHE, DataOptions
 from fastjax.data.sources import OpenSource, Sources

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare
+from fastjax.data import Batches, Dataset, StreamedBatches, prepare
+from fastjax.data.batches import BatchSource
 from fastjax.data.grouping import ByLength
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import OpenSource, check_sources

@@ -214,7 +214,7 @@ def test_what_may_not_change_is_refused_and_nothing_is_touched(config, chat_fold
     dated.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     config = functools.partial(config, data={"chat_template": str(dated)})
     light_tune(config(training=short))
-    monkeypatch.setattr(sys.modules["fastjax.data.prepare"], "datetime", TenDaysLater)
+    monkeypatch.setattr(sys.modules["fastjax.data.pipeline"], "datetime", TenDaysLater)
     before = contents(tmp_path / "run")
     with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, got 8"):
         light_tune(config(training=short, lora={"r": 8}), resume=True)

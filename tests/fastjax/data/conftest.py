@@ -84,12 +84,12 @@ def write_rows(tmp_path):
 @pytest.fixture(scope="session")
 def make_examples():
     """`make_examples([(token ids, which are learnt), …])`."""
-    from fastjax.data import Examples
+    from fastjax.data.documents import Examples
 
     def make(examples):
         tokens = np.array([token for tokens, _ in examples for token in tokens], np.int32)
         learn = np.array([flag for _, flags in examples for flag in flags], bool)
         offsets = np.cumsum([0, *(len(tokens) for tokens, _ in examples)])
-        return Examples(tokens, learn, offsets, np.zeros(0, np.int64), np.arange(len(examples)))
+        return Examples(tokens, learn, offsets, {}, np.arange(len(examples)))
 
     return make

@@ -3,7 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, BatchSource, Documents, pack_documents
+from fastjax.data import Batches, pack_documents
+from fastjax.data.batches import BatchSource
+from fastjax.data.documents import Documents
 
 
 @pytest.fixture

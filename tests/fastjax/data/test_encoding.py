@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 
 from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
 from fastjax.data.documents import Documents
-from fastjax.data.prepare import prepare
+from fastjax.data.pipeline import prepare
 from fastjax.errors import ConfigError, DataError
 from tests.support.data import uncached
 

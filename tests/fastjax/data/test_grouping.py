@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, BatchSource, Documents, pack_documents
+from fastjax.data import Batches, pack_documents
+from fastjax.data.batches import BatchSource
+from fastjax.data.documents import Documents
 from fastjax.data.grouping import ByLength
 
 ROW = 1000

@@ -3,7 +3,7 @@
 import pytest
 
 from fastjax.data import Encoder, notes, parse_row
-from fastjax.data.prepare import prepare
+from fastjax.data.pipeline import prepare
 from tests.support.data import uncached
 
 CALL = {"type": "function", "function": {"name": "find_city", "arguments": {"name": "Ulm"}}}

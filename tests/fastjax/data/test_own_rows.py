@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, Dataset, Documents, pack_documents
+from fastjax.data import Batches, Dataset, pack_documents
 from fastjax.data.batches import Batch, OwnRows
+from fastjax.data.documents import Documents
 from fastjax.data.grouping import ByLength
 from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import Answer, Role, pack_preferences

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastjax.data import DataOptions, DataStatistics, Documents, pack_documents
-from fastjax.data.documents import Counts
+from fastjax.data import DataOptions, pack_documents
+from fastjax.data.dataset import DataStatistics
+from fastjax.data.documents import Counts, Documents
 from fastjax.data.origins import Origins
 from fastjax.data.packing import best_fit
 from fastjax.errors import ConfigError

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from fastjax.data import BatchSource, DataSource, Prefetched, StreamedBatches, streaming
+from fastjax.data import DataSource, Prefetched, StreamedBatches, streaming
+from fastjax.data.batches import BatchSource
 from fastjax.errors import DataError
 
 LENGTH = 24
