@@ -27,6 +27,25 @@ def chats(tmp_path_factory):
 
 
 @pytest.fixture
+def run_file(chat_folder, chats, tmp_path):
+    """Writes the settings of a run, after changes to its sections in their order, into a file."""
+
+    def write(*defaults, **changes):
+        content = {
+            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32"},
+            "data": {"train": str(chats), "cache_dir": None},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
+            "output": {"output_dir": str(tmp_path / "run")},
+        }
+        for sections in (*defaults, changes):
+            content |= {name: content.get(name, {}) | values for name, values in sections.items()}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+@pytest.fixture
 def imported(tmp_path, monkeypatch, capsys):
     """Imports a text and gives the settings with what was printed."""
     monkeypatch.chdir(tmp_path)

@@ -28,18 +28,10 @@ from convert import tensor_file
 from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.runs.fine_tune import fine_tune
-from fastjax.training.config import (
-    DataSection,
-    LoraSection,
-    ModelSection,
-    OptimizerConfig,
-    OutputSection,
-    TrainConfig,
-    TrainingSection,
-)
+from fastjax.training.config import OutputSection, TrainingSection
 from fastjax.training.loss import LossSums, loss_sums
 from fastjax.training.step import IGNORED
-from tests.support import steps
+from tests.support import runs, steps
 from tests.support.chat import TEMPLATE
 from tests.support.folders import write_checkpoint
 from tests.support.runs import contents, events, figures, rows
@@ -79,17 +71,17 @@ def config(chat_folder, chats, tmp_path):
 
     def make(**changes):
         sections = {
-            "model": (ModelSection, {"model_name": str(chat_folder), "max_seq_length": 48, "dtype": "float32"}),
-            "data": (DataSection, {"train": str(chats), "eval": str(chats), "cache_dir": None}),
-            "output": (OutputSection, {"output_dir": str(tmp_path / "run"), "save_steps": 2}),
-            "lora": (LoraSection, {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]}),
-            "optimizer": (OptimizerConfig, {"learning_rate": 0.01, "warmup_steps": 2}),
-            "training": (TrainingSection, {"max_steps": 6, "eval_steps": 3, "neftune_noise_alpha": 5.0}),
+            "model": {"model_name": str(chat_folder), "max_seq_length": 48, "dtype": "float32"},
+            "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
+            "output": {"output_dir": str(tmp_path / "run"), "save_steps": 2},
+            "lora": {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2},
+            "training": {"max_steps": 6, "eval_steps": 3, "neftune_noise_alpha": 5.0},
         }
-        made = {name: kind(**(given | changes.get(name, {}))) for name, (kind, given) in sections.items()}
-        if made["model"].full_finetuning:
-            made["lora"] = LoraSection()
-        return TrainConfig(**made)
+        made = {name: given | changes.get(name, {}) for name, given in sections.items()}
+        if made["model"].get("full_finetuning"):
+            del made["lora"]
+        return runs.config(**made)
 
     return make
 

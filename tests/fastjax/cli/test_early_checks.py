@@ -13,7 +13,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.as_trained import load_as_trained
 from fastjax.runs.comparison import compare_logits
 from fastjax.runs.fine_tune import fine_tune
-from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
+from tests.support.runs import config
 
 OTHER_SHAPES = {"A": (2, 6), "B": (6, 2)}
 
@@ -30,14 +30,11 @@ def run(chat_folder, chats, tmp_path, monkeypatch):
 
     def run(**changes):
         sections = {
-            "model": ModelSection(
-                **({"model_name": str(chat_folder), "max_seq_length": 48} | changes.get("model", {}))
-            ),
-            "data": DataSection(**({"train": str(chats), "cache_dir": None} | changes.get("data", {}))),
-            "output": OutputSection(**({"output_dir": str(tmp_path / "run")} | changes.get("output", {}))),
-            "lora": LoraSection(**changes.get("lora", {})),
+            "model": {"model_name": str(chat_folder), "max_seq_length": 48},
+            "data": {"train": str(chats), "cache_dir": None},
+            "output": {"output_dir": str(tmp_path / "run")},
         }
-        return fine_tune(TrainConfig(**sections))
+        return fine_tune(config(**sections | {name: sections.get(name, {}) | changes[name] for name in changes}))
 
     return run
 

@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import pytest
-import yaml
 from rich.console import Console
 
 from fastjax.cli import main
@@ -20,17 +19,10 @@ from fastjax.preview.view import DocumentView, Piece, view_row
 
 
 @pytest.fixture
-def settings(chat_folder, chats, tmp_path):
+def settings(chats, run_file):
     """A file of settings for rows of 32 tokens."""
-    file = tmp_path / "run.yaml"
-    sections = {
-        "model": {"model_name": str(chat_folder), "max_seq_length": 32},
-        "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
-        "training": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3},
-        "output": {"output_dir": str(tmp_path / "run")},
-    }
-    file.write_text(yaml.safe_dump(sections))
-    return file
+    training = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    return run_file(model={"max_seq_length": 32}, data={"eval": str(chats)}, training=training)
 
 
 def shown(argv: list[str], rows: int = 1, **options) -> str:

@@ -20,22 +20,12 @@ from tests.support import tiny
 
 
 @pytest.fixture
-def settings(chat_folder, chats, tmp_path):
-    """A file with the settings of a short run, after changes to sections."""
+def settings(chats, run_file):
+    """The command of a short run, after changes to sections."""
 
-    def write(**changes):
-        content = {
-            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32", "load_in_4bit": False},
-            "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
-            "training": {"max_steps": 2, "logging_steps": 1},
-            "output": {"output_dir": str(tmp_path / "run")},
-        }
-        for section, values in changes.items():
-            content[section] = content.get(section, {}) | values
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-        return ["train", "--config", str(tmp_path / "run.yaml")]
-
-    return write
+    short = {"model": {"load_in_4bit": False}, "data": {"eval": str(chats)}}
+    short["training"] = {"max_steps": 2, "logging_steps": 1}
+    return lambda **changes: ["train", "--config", run_file(short, **changes)]
 
 
 def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):

@@ -7,7 +7,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import yaml
 
 from fastjax.cli import main
 from fastjax.language_model import FastLanguageModel
@@ -16,20 +15,12 @@ from tests.support.folders import read_adapter
 
 
 @pytest.fixture
-def settings(chat_folder, chats, tmp_path):
+def settings(run_file):
     """A file with the settings of a run."""
 
     def write(lora=None, **model):
-        content = {
-            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32", **model},
-            "data": {"train": str(chats), "cache_dir": None},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 0},
-            "training": {"max_steps": 2},
-            "output": {"output_dir": "elsewhere", "report_to": []},
-        }
-        file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump(content if lora is None else content | {"lora": lora}))
-        return str(file)
+        sections = {"model": model, "training": {"max_steps": 2}, "optimizer": {"warmup_steps": 0}}
+        return run_file(**sections, output={"report_to": []}, **({} if lora is None else {"lora": lora}))
 
     return write
 

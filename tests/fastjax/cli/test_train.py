@@ -6,39 +6,21 @@ import re
 
 import numpy as np
 import pytest
-import yaml
 
-from convert import tensor_file
 from fastjax.cli import main
 from fastjax.data.tokenizer import own_tokenizer
 from fastjax.language_model import FastLanguageModel, saving
-from fastjax.runs.fine_tune import fine_tune
-from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 from tests.support.folders import read_adapter
 
 IDLE = "devices 1 to 7 of 8, since the settings (parallel) take 1"
 
 
 @pytest.fixture
-def settings(chat_folder, chats, tmp_path):
-    """A file with the settings of a short run, after changes to sections."""
+def settings(chats, run_file):
+    """The command of a short run, after changes to sections."""
 
-    def write(**changes):
-        content = {
-            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32"},
-            "lora": {"r": 4},
-            "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
-            "training": {"max_steps": 3, "eval_steps": 2},
-            "output": {"output_dir": str(tmp_path / "run")},
-        }
-        for section, values in changes.items():
-            content[section] = content.get(section, {}) | values
-        file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump({name: section for name, section in content.items() if section}))
-        return ["train", "--config", str(file)]
-
-    return write
+    short = {"lora": {"r": 4}, "data": {"eval": str(chats)}, "training": {"max_steps": 3, "eval_steps": 2}}
+    return lambda **changes: ["train", "--config", run_file(short, **changes)]
 
 
 def left_behind(folder):
@@ -91,28 +73,6 @@ def test_the_settings_that_were_used_run_again(settings, tmp_path, capsys):
     assert losses[0] == losses[1]
 
 
-def test_full_fine_tuning(settings, tmp_path, capsys):
-    command = settings(model={"full_finetuning": True, "load_in_4bit": False}, lora={}, training={"eval_steps": None})
-    file = tmp_path / "run.yaml"
-    content = yaml.safe_load(file.read_text())
-    del content["lora"]
-    file.write_text(yaml.safe_dump(content))
-    assert main(command) == 0
-    folder = tmp_path / "run" / "model"
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(left_behind(folder))
-    capsys.readouterr()
-    assert main(["generate", "--model", str(folder), "--prompt", "abc", "--max_new_tokens", "3"]) == 0
-
-
-def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
-    (tmp_path / "run" / "adapter").mkdir(parents=True)
-    assert main(settings()) == 2
-    assert "output.output_dir: expected a folder without an earlier run" in capsys.readouterr().err
-    assert left_behind(tmp_path / "run") == ["adapter"]
-    assert main([*settings(), "--output.overwrite_output_dir", "true"]) == 0
-    assert left_behind(tmp_path / "run" / "adapter")
-
-
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
@@ -129,18 +89,6 @@ def test_wrong_input(settings, tmp_path, capsys, changes, status, message):
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run" / "adapter").exists()
-
-
-@pytest.mark.exhaustive(
-    by="tests/fastjax/cli/test_broken_runs.py::test_a_row_that_breaks_a_step_is_named_and_the_state_before_it_kept"
-)
-def test_a_loss_that_is_not_finite(settings, tmp_path, capsys):
-    command = settings(optimizer={"learning_rate": 1e38, "warmup_steps": 0}, training={"eval_steps": None})
-    assert main(command) == 1
-    assert "step 2: the loss is nan" in capsys.readouterr().err
-    assert left_behind(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl", "report.html"]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-2]["loss"] is None and rows[-1]["event"] == "not_finite"
 
 
 @pytest.mark.exhaustive("weights")
@@ -173,23 +121,6 @@ def test_a_full_disk_leaves_the_earlier_result(settings, tmp_path, capsys, monke
     assert left_behind(earlier.parent) == [earlier.name] and earlier.read_bytes() == b"of an earlier run"
 
 
-@pytest.mark.exhaustive(by="tests/fastjax/cli/test_broken_runs.py::test_resuming_a_finished_run_reads_its_result_back")
-def test_from_python(chat_folder, chats, tmp_path):
-    config = TrainConfig(
-        model=ModelSection(str(chat_folder), max_seq_length=64, load_in_4bit=False),
-        data=DataSection(str(chats), cache_dir=None),
-        output=OutputSection(str(tmp_path / "run")),
-        lora=LoraSection(r=2, use_rslora=True),
-        training=TrainingSection(max_steps=2, gradient_accumulation_steps=2),
-    )
-    result = fine_tune(config)
-    assert result.evaluation is None
-    assert result.folder == tmp_path / "run" / "adapter"
-    assert result.model.lora is not None
-    assert result.model.lora.use_rslora
-    assert tensor_file.read_header(result.folder / "adapter_model.safetensors")
-
-
 def test_generate_without_prompt(capsys, chat_folder):
     assert main(["generate", "--model", str(chat_folder)]) == 2
     assert "--prompt: expected at least one prompt" in capsys.readouterr().err
@@ -208,7 +139,9 @@ def test_the_chat_template_of_the_run_is_that_of_its_result(settings, tmp_path, 
     sections = {"model": model, "data": {"chat_template": str(template)}, "training": {"max_steps": 1}}
     assert main(settings(**sections, lora={"r": 16})) == 0
     if model:
-        result, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "run" / "model", load_in_4bit=False)
+        folder = tmp_path / "run" / "model"
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(left_behind(folder))
+        result, tokenizer = FastLanguageModel.from_pretrained(folder, load_in_4bit=False)
     else:
         base, before = FastLanguageModel.from_pretrained(chat_folder)
         assert before.chat_template != TEMPLATE
