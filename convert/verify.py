@@ -76,12 +76,6 @@ class Comparison:
     tensors: tuple[Difference, ...]
 
     @property
-    def same_form(self) -> bool:
-        """Whether names, shapes and formats match."""
-        same = all(t.shapes[0] == t.shapes[1] and t.formats[0] == t.formats[1] for t in self.tensors)
-        return same and not self.missing and not self.added
-
-    @property
     def fits(self) -> bool:
         """Whether both have the same tensors, and each fits."""
         return not self.missing and not self.added and all(tensor.fits for tensor in self.tensors)

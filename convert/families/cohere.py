@@ -26,7 +26,6 @@ COHERE = Family(
         "rope_interleaved": True,
     },
     read=lambda get, fields: {"qk_norm": "heads" if get.flag("use_qk_norm") else None},
-    write=lambda config: {"use_qk_norm": config.qk_norm is not None},
     gguf=Architecture(
         "COMMAND_R",
         square=True,

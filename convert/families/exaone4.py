@@ -5,8 +5,6 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.olmo2 import AFTER
-from convert.families.windows import types_to_hf
-from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.reader import Reader
 
@@ -26,19 +24,11 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"mixers": tuple(Attention(window) if sliding else Attention(rope=None) for sliding in types or ())}
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    found = types_to_hf(config)
-    if any(mixer.rope is None for mixer in config.attention) and found["sliding_window"] is None:
-        found["sliding_window"] = config.max_position_embeddings  # no layer uses it, but it removes their positions
-    return found
-
-
 EXAONE4 = Family(
     "exaone4",
     "Exaone4ForCausalLM",
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     constants={**AFTER, "qk_norm": "head"},
     read=_read,
-    write=_to_hf,
     gguf="its files have not been compared with llama.cpp",
 )

@@ -15,7 +15,6 @@ from typing import Any
 from convert.errors import ConvertError, unexpected
 from convert.families.gguf import Architecture
 from convert.families.mixture import PROJECTIONS, Mixture
-from convert.model.config import ModelConfig
 from convert.model.layers import MLP as DENSE
 from convert.model.layers import MOE, Layer, Mixer
 from convert.model.paths import EMBEDDING, EXPERTS, HEAD, SCORE, WeightPath
@@ -101,11 +100,9 @@ class Family:
         rows: The weights of mixers other than attention.
         mixture: Its mixtures of experts; None: all layers are dense.
         read: (reader, fields so far) -> computed fields of `ModelConfig`.
-        write: config -> their fields of config.json.
         neutral: Field -> its values without effect; others are refused.
         gguf: The architecture in llama.cpp; a sentence where there is none.
         section: Key of config.json with the text model's fields; None: the top level.
-        text: With a `section`: the text model's family.
         parts: Part of a path -> its name in files, where they differ.
         starts: Prefix of tensor names in the text model's own checkpoints -> prefix in these.
         modules: Prefix of tensor names -> prefix of module names in transformers and PEFT, where they differ.
@@ -127,11 +124,9 @@ class Family:
     rows: tuple[Row, ...] = ()
     mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[[ModelConfig], dict[str, Any]] = _nothing
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     gguf: Architecture | str = "llama.cpp has no such architecture"
     section: str | None = None
-    text: "Family | None" = None
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     starts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -419,7 +414,6 @@ def nested(
         family,
         model_type=model_type,
         section="text_config",
-        text=family,
         starts=starts,
         modules={starts[start]: modules.get(start, start) for start in starts},
         classifier=None,

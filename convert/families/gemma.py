@@ -37,7 +37,6 @@ GEMMA = Family(
     switches=BIASES,
     constants={"norm_offset": 1.0},
     read=_read,
-    write=lambda config: {"hidden_act": "gelu_python"} if config.hidden_act == "gelu" else {},
     neutral=ATTENDS_BACKWARD_ONLY,
     gguf=Architecture("GEMMA", activation=TANH, norm_shift=1.0),
 )

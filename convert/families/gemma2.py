@@ -6,8 +6,7 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gguf import RMS_EPS, Architecture
-from convert.families.windows import types_to_hf, windows
-from convert.model.config import ModelConfig
+from convert.families.windows import windows
 from convert.model.reader import Reader
 
 CONSTANTS = {
@@ -26,11 +25,6 @@ def query_scale(get: Reader) -> dict[str, Any]:
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked.add("hidden_act")  # hidden_activation takes precedence
     return {**scaled(fields), **query_scale(get), **windows(get, fields, lambda number: number % 2 == 0)}
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Windows and scale of the scores."""
-    return {**types_to_hf(config), "query_pre_attn_scalar": round(config.attention_multiplier**-2)}
 
 
 GEMMA2 = Family(
@@ -52,7 +46,6 @@ GEMMA2 = Family(
     switches=BIASES,
     constants=CONSTANTS,
     read=_read,
-    write=to_hf,
     neutral=ATTENDS_BACKWARD_ONLY,
     gguf=Architecture(
         "GEMMA2",

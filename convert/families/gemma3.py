@@ -5,11 +5,11 @@ from typing import Any
 
 from convert.families.family import Family, Ignored, nested
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
-from convert.families.gemma2 import CONSTANTS, query_scale, to_hf
+from convert.families.gemma2 import CONSTANTS, query_scale
 from convert.families.gguf import Architecture
 from convert.families.windows import windows
 from convert.model.reader import Reader
-from convert.model.rope import read_ropes, ropes_to_hf
+from convert.model.rope import read_ropes
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,6 @@ GEMMA3_TEXT = Family(
     switches=BIASES,
     constants={**CONSTANTS, "qk_norm": "head"},
     read=_read,
-    write=lambda config: {**to_hf(config), **ropes_to_hf(config)},
     neutral={**ATTENDS_BACKWARD_ONLY, "attn_logit_softcapping": (None,)},
     classifier="Gemma3TextForSequenceClassification",
     gguf=Architecture("GEMMA3", activation=TANH, norm_shift=1.0, period=6, wide=62, query_scale=True),

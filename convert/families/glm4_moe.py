@@ -6,17 +6,16 @@ from typing import Any
 from convert.errors import unexpected
 from convert.families.family import IGNORED, Family, Ignored
 from convert.families.mixture import Mixture, chosen_experts, number_of_experts
-from convert.model.config import ModelConfig
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
-from convert.model.rope import read_rope, rope_to_hf
+from convert.model.rope import read_rope
 from convert.model.spec import QKV, qk_norm_flag
 
 _PARTIAL = "partial_rotary_factor"
 
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-    get.asked |= {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}
+    get.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}
     experts = number_of_experts(get, "n_routed_experts", "num_local_experts")
     chosen, groups = chosen_experts(get, experts), get.integer("n_group")
     if experts % groups or (experts < 2 * groups):
@@ -54,24 +53,6 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    assert moe is not None
-    return {
-        "rope_parameters": {**rope_to_hf(config.rope), _PARTIAL: config.rope.partial_rotary_factor},
-        "use_qk_norm": config.qk_norm is not None,
-        "n_routed_experts": moe.router.num_experts,
-        "num_experts_per_tok": moe.router.experts_per_token,
-        "norm_topk_prob": moe.router.normalize,
-        "routed_scaling_factor": moe.router.scale,
-        "n_group": moe.router.groups,
-        "topk_group": moe.router.groups_per_token,
-        "moe_intermediate_size": moe.intermediate_size,
-        "n_shared_experts": moe.shared_intermediate_size // moe.intermediate_size,
-        "first_k_dense_replace": config.mixtures.index(True),
-    }
-
-
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -93,7 +74,6 @@ GLM4_MOE = Family(
     switches={"attention_bias": (QKV,), "use_qk_norm": (qk_norm_flag("head"),)},
     mixture=Mixture(_mixture, dense=True, shared="shared_experts"),
     read=_read,
-    write=_to_hf,
     ignored=(
         *IGNORED,
         Ignored(r"model\.layers\.{layers}\..*", "of the module that predicts further tokens", copied=True),

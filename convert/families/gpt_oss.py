@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.families.family import Family
-from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts, softmax_to_hf
-from convert.families.windows import types_to_hf, windows
-from convert.model.config import ModelConfig
+from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts
+from convert.families.windows import windows
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
@@ -25,11 +24,11 @@ _ROPE = {
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
     # of the published files; transformers ignores the second
-    get.asked |= {"output_router_logits", "experts_per_token"}
+    get.asked |= {"experts_per_token"}
     experts = number_of_experts(get, "num_local_experts", "num_experts")
     router = RouterConfig(experts, chosen_experts(get, experts), score_after=True, bias=True)
-    size, balancing = get.integer("intermediate_size"), get.number("router_aux_loss_coef")
-    return MoeConfig(router, size, bias=True, load_balancing=balancing), everywhere(layers)
+    size = get.integer("intermediate_size")
+    return MoeConfig(router, size, bias=True), everywhere(layers)
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,16 +42,6 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
         "rope": read_rope(get, fields, {} if given else {NEW: _ROPE}),
         "swiglu_limit": get.positive("swiglu_limit"),
         "swiglu_alpha": get.positive("swiglu_alpha"),
-    }
-
-
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **types_to_hf(config),
-        "hidden_act": "silu",
-        "swiglu_limit": config.swiglu_limit,
-        "swiglu_alpha": config.swiglu_alpha,
-        **softmax_to_hf(config, "num_local_experts"),
     }
 
 
@@ -71,12 +60,10 @@ GPT_OSS = Family(
         "num_experts_per_tok": 4,
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
-        "router_aux_loss_coef": 0.001,
     },
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"attention_sinks": True, "norm_float32": True, "hidden_act": "clamped_swiglu"},
     mixture=Mixture(_mixture, layout=INTERLEAVED, router="router", renamed=False),
     read=_read,
-    write=_to_hf,
     gguf="its files have not been compared with llama.cpp",
 )

@@ -14,7 +14,6 @@ GRANITE = Family(
     numbers={name: name for name in _MULTIPLIERS},
     switches=BIASES,
     read=lambda get, fields: {"logit_scale": 1 / get.positive("logits_scaling")},
-    write=lambda config: {"logits_scaling": 1 / config.logit_scale},
     gguf=Architecture(
         "GRANITE",
         paired=True,

@@ -11,7 +11,7 @@ from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.config import ModelConfig
 from convert.model.layers import MLP, MOE, Attention, Layer
 from convert.model.reader import Reader
-from convert.model.rope import read_rope, rope_to_hf
+from convert.model.rope import read_rope
 from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
 
 _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
@@ -19,11 +19,6 @@ _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
     boi_token_id eoi_token_id image_token_id""".split()
-)
-_SAME = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "norm_eps", "tie_word_embeddings"),
-    *("max_position_embeddings", "initializer_range", "attention_dropout"),
 )
 
 
@@ -60,11 +55,6 @@ def family_of(config: ModelConfig) -> Family:
     return family_for({"model_type": config.model_type})
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The computation's fields of a config.json, as transformers 5 writes them."""
-    return _to_hf(family_of(config), config)
-
-
 def with_score(config: ModelConfig) -> ModelConfig:
     """The same decoder with one score of each place in the place of logits.
 
@@ -73,27 +63,6 @@ def with_score(config: ModelConfig) -> ModelConfig:
     """
     family_of(config).scored({})
     return dataclasses.replace(config, scored=True, tie_word_embeddings=False)
-
-
-def _to_hf(family: Family, config: ModelConfig) -> dict[str, Any]:
-    if family.text is not None and family.section is not None:
-        text = _to_hf(family.text, config)
-        tied = config.tie_word_embeddings
-        return {"model_type": family.model_type, family.section: text, "tie_word_embeddings": tied}
-    fields = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        **{family.name(field): getattr(config, field) for field in _SAME},
-        **{theirs: getattr(config, ours) for ours, theirs in family.numbers.items()},
-        **{
-            name: config.biases.issuperset(groups)
-            for name, groups in family.switches.items()
-            if _BIASES.issuperset(groups)
-        },
-        "rope_parameters": rope_to_hf(config.rope),
-        **family.write(config),
-    }
-    return family.scored(fields) if config.scored else fields
 
 
 def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:

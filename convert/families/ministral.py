@@ -2,13 +2,12 @@
 
 from convert.families.family import Family
 from convert.families.mistral import DEFAULTS
-from convert.families.windows import types_to_hf, windows
+from convert.families.windows import windows
 
 MINISTRAL = Family(
     "ministral",
     "MinistralForCausalLM",
     defaults=DEFAULTS,
     read=lambda get, fields: windows(get, fields, lambda number: True),
-    write=types_to_hf,
     gguf="llama.cpp has no Mistral some of whose layers have windows",
 )

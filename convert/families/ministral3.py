@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.families.family import Family
-from convert.families.windows import window_everywhere, window_to_hf
-from convert.model.config import ModelConfig
+from convert.families.windows import window_everywhere
 from convert.model.reader import Reader
-from convert.model.rope import NAMES, parse_rope, rope_to_hf
+from convert.model.rope import NAMES, parse_rope
 from convert.rope import NEW, OLD, ORIGINAL, rope_settings
 
 _BETA = "llama_4_scaling_beta"
@@ -41,14 +40,6 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**window_everywhere(get, fields), "rope": dataclasses.replace(rope, **scaled)}
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    rope = config.rope
-    return {
-        **window_to_hf(config),
-        NEW: {**rope_to_hf(rope), ORIGINAL: rope.original_max_position_embeddings, _BETA: rope.query_beta},
-    }
-
-
 MINISTRAL3 = Family(
     "ministral3",
     "Ministral3ForCausalLM",
@@ -59,6 +50,5 @@ MINISTRAL3 = Family(
         "rms_norm_eps": 1e-5,
     },
     read=_read,
-    write=_to_hf,
     gguf="its files have not been compared with llama.cpp",
 )

@@ -2,7 +2,7 @@
 
 from convert.families.family import Family
 from convert.families.gguf import ALL_BIASES, SCALINGS, Architecture
-from convert.families.windows import window_everywhere, window_to_hf
+from convert.families.windows import window_everywhere
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
@@ -11,6 +11,5 @@ MISTRAL = Family(
     "MistralForCausalLM",
     defaults=DEFAULTS,
     read=window_everywhere,
-    write=window_to_hf,
     gguf=Architecture("LLAMA", paired=True, biases=ALL_BIASES, scalings=(*SCALINGS, "llama3")),
 )

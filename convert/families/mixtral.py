@@ -2,17 +2,16 @@
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.mixture import Mixture, everywhere, softmax_router, softmax_to_hf
-from convert.families.windows import window_everywhere, window_to_hf
+from convert.families.mixture import Mixture, everywhere, softmax_router
+from convert.families.windows import window_everywhere
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-    get.asked.add("output_router_logits")
     router = softmax_router(get, "num_local_experts", "num_experts", normalize=True)
-    size, balancing = get.integer("intermediate_size"), get.number("router_aux_loss_coef")
-    return MoeConfig(router, size, load_balancing=balancing), everywhere(layers)
+    size = get.integer("intermediate_size")
+    return MoeConfig(router, size), everywhere(layers)
 
 
 MIXTRAL = Family(
@@ -25,11 +24,9 @@ MIXTRAL = Family(
         "rope_theta": 1e6,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
     },
     mixture=Mixture(_mixture, block="block_sparse_moe", projections=("w1", "w3", "w2")),
     read=window_everywhere,
-    write=lambda config: {**window_to_hf(config), **softmax_to_hf(config, "num_local_experts")},
     neutral={"router_jitter_noise": (0,)},
     gguf=Architecture("LLAMA", paired=True, normalizes=True),
 )

@@ -7,11 +7,9 @@ after the other, [X, 2F, E] ("merged"; transformers 5 in memory), or by turns an
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from convert.errors import unexpected
 from convert.limits import EXPERTS as MOST_EXPERTS
-from convert.model.config import ModelConfig
 from convert.model.layers import MOE
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
@@ -160,21 +158,6 @@ def softmax_router(get: Reader, *names: str, normalize: bool | None = None) -> R
     return RouterConfig(experts, chosen_experts(get, experts), normalize=normalize)
 
 
-def softmax_to_hf(config: ModelConfig, experts: str) -> dict[str, Any]:
-    """The fields of a mixture whose router is a softmax.
-
-    Args:
-        config: the model's.
-        experts: name of the number of experts.
-    """
-    assert config.moe is not None
-    return {
-        experts: config.moe.router.num_experts,
-        "num_experts_per_tok": config.moe.router.experts_per_token,
-        "router_aux_loss_coef": config.moe.load_balancing,
-    }
-
-
 def everywhere(layers: int) -> tuple[bool, ...]:
     """A mixture in every layer."""
     return (True,) * layers
@@ -191,8 +174,3 @@ def sparse_steps(get: Reader, layers: int) -> tuple[bool, ...]:
         where, given = "decoder_sparse_step, mlp_only_layers", (step, dense)
         raise unexpected(get.where, where, "a mixture in at least one layer", given)
     return sparse
-
-
-def sparse_steps_to_hf(sparse: tuple[bool, ...]) -> dict[str, Any]:
-    """The inverse of `sparse_steps`."""
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [number for number, one in enumerate(sparse) if not one]}

@@ -5,9 +5,9 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.olmo2 import CONSTANTS
-from convert.families.windows import types_to_hf, windows
+from convert.families.windows import windows
 from convert.model.reader import Reader
-from convert.model.rope import read_ropes, ropes_to_hf
+from convert.model.rope import read_ropes
 from convert.model.spec import ATTENTION_GROUPS
 
 
@@ -24,6 +24,5 @@ OLMO3 = Family(
     switches={"attention_bias": ATTENTION_GROUPS},
     constants=CONSTANTS,
     read=_read,
-    write=lambda config: {**types_to_hf(config), **ropes_to_hf(config)},
     gguf="its files have not been compared with llama.cpp",
 )

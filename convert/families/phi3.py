@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.windows import window_everywhere, window_to_hf
+from convert.families.windows import window_everywhere
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.rope import ORIGINAL
@@ -23,10 +23,6 @@ PHI3 = Family(
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, ORIGINAL: 4096},
     constants={"fused": True},
     read=_read,
-    write=lambda config: {
-        **window_to_hf(config),
-        ORIGINAL: config.rope.original_max_position_embeddings or config.max_position_embeddings,
-    },
     neutral={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
     gguf=Architecture("PHI3", square=True, scalings=("default", "longrope"), original=True, window=True),
 )

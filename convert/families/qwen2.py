@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.windows import switched_types_to_hf, windows
+from convert.families.windows import windows
 from convert.model.reader import Reader
 from convert.model.spec import QKV
 
@@ -24,6 +24,5 @@ QWEN2 = Family(
     defaults=DEFAULTS,
     constants={"biases": (QKV,)},
     read=read_windows,
-    write=switched_types_to_hf,
     gguf=Architecture("QWEN2", biases=(QKV,)),
 )

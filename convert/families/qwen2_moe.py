@@ -7,8 +7,7 @@ from convert.families import qwen3_moe
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture
-from convert.families.windows import switched_types_to_hf, windows
-from convert.model.config import ModelConfig
+from convert.families.windows import windows
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 from convert.model.spec import QKV
@@ -22,12 +21,6 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Windows in every other one of the first `max_window_layers`, or by `layer_types`; if `use_sliding_window`."""
     last = get.count("max_window_layers")
     return windows(get, fields, lambda number: number % 2 == 0 and number < last, switched=True)
-
-
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    assert config.moe is not None
-    shared = {"shared_expert_intermediate_size": config.moe.shared_intermediate_size}
-    return {**qwen3_moe.mixture_to_hf(config), **shared, **switched_types_to_hf(config)}
 
 
 QWEN2_MOE = Family(
@@ -44,11 +37,9 @@ QWEN2_MOE = Family(
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "decoder_sparse_step": 1,
-        "router_aux_loss_coef": 0.001,
     },
     switches={"qkv_bias": (QKV,)},
     mixture=Mixture(_mixture, dense=True, renamed=False),
     read=_read,
-    write=_to_hf,
     gguf=Architecture("QWEN2MOE", biases=(QKV,), square=True, tied=False, normalizes=False),
 )

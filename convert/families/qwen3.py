@@ -3,7 +3,6 @@
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.qwen2 import DEFAULTS, read_windows
-from convert.families.windows import switched_types_to_hf
 from convert.model.spec import ATTENTION_GROUPS
 
 QWEN3 = Family(
@@ -13,6 +12,5 @@ QWEN3 = Family(
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"qk_norm": "head"},
     read=read_windows,
-    write=switched_types_to_hf,
     gguf=Architecture("QWEN3"),
 )

@@ -5,8 +5,7 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.mixture import Mixture, softmax_router, softmax_to_hf, sparse_steps, sparse_steps_to_hf
-from convert.model.config import ModelConfig
+from convert.families.mixture import Mixture, softmax_router, sparse_steps
 from convert.model.layers import Attention
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
@@ -21,22 +20,10 @@ def mixture(get: Reader, layers: int, *, shared: int = 0) -> tuple[MoeConfig, tu
         layers: number of layers.
         shared: width of the shared expert, which has a gate; 0: there is none.
     """
-    get.asked.add("output_router_logits")
     router = softmax_router(get, "num_experts", "num_local_experts")
-    size, balancing = get.integer("moe_intermediate_size"), get.number("router_aux_loss_coef")
+    size = get.integer("moe_intermediate_size")
     sparse = sparse_steps(get, layers)
-    return MoeConfig(router, size, shared, shared > 0, load_balancing=balancing), sparse
-
-
-def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `mixture`."""
-    assert config.moe is not None
-    return {
-        **softmax_to_hf(config, "num_experts"),
-        "norm_topk_prob": config.moe.router.normalize,
-        "moe_intermediate_size": config.moe.intermediate_size,
-        **sparse_steps_to_hf(config.mixtures),
-    }
+    return MoeConfig(router, size, shared, shared > 0), sparse
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,11 +31,6 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked |= {"sliding_window", "max_window_layers"}
     window = get.optional_integer("sliding_window") if get.flag("use_sliding_window") else None
     return {"mixers": (Attention(window),) * fields["num_hidden_layers"]}
-
-
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    window = config.attention[0].sliding_window
-    return {**mixture_to_hf(config), "sliding_window": window, "use_sliding_window": window is not None}
 
 
 QWEN3_MOE = Family(
@@ -62,12 +44,10 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
-        "router_aux_loss_coef": 0.001,
     },
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"qk_norm": "head"},
     mixture=Mixture(mixture, dense=True),
     read=_read,
-    write=_to_hf,
     gguf=Architecture("QWEN3MOE", normalizes=True),
 )

@@ -16,6 +16,5 @@ SEED_OSS = Family(
     },
     switches={"attention_bias": (QKV,), "attention_out_bias": (OUT,), "mlp_bias": MLP_GROUPS},
     read=lambda get, fields: {"residual_dropout": get.probability("residual_dropout")},
-    write=lambda config: {"residual_dropout": config.residual_dropout},
     gguf="its files have not been compared with llama.cpp",
 )

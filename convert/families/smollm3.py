@@ -6,7 +6,6 @@ from typing import Any
 from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.families.llama import BIASES
-from convert.families.windows import switched_types_to_hf
 from convert.model.layers import Attention
 from convert.model.reader import Reader
 
@@ -38,10 +37,6 @@ SMOLLM3 = Family(
     },
     switches=BIASES,
     read=_layers,
-    write=lambda config: {
-        **switched_types_to_hf(config),
-        "no_rope_layers": [int(mixer.rope is not None) for mixer in config.attention],
-    },
     neutral={"max_window_layers": (28,)},  # Qwen's field in the published files, meaningless here
     gguf=Architecture("SMOLLM3", paired=True, position_free=4),
 )

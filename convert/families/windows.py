@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from convert.model.config import ModelConfig
 from convert.model.layers import Attention
 from convert.model.reader import FULL, SLIDING, Reader
 
@@ -37,21 +36,6 @@ def windows(
     return {"mixers": tuple(Attention(window, rope) if sliding else Attention() for sliding in types)}
 
 
-def types_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a model with windows in some layers."""
-    windows = [mixer.sliding_window for mixer in config.attention]
-    return {
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-        "sliding_window": next((window for window in windows if window is not None), None),
-    }
-
-
-def switched_types_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The same with `use_sliding_window`."""
-    found = types_to_hf(config)
-    return {**found, "use_sliding_window": found["sliding_window"] is not None}
-
-
 def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """One window for all layers, or none; `layer_types`, which transformers ignores, must agree."""
     window, layers = get.optional_integer("sliding_window"), fields["num_hidden_layers"]
@@ -60,8 +44,3 @@ def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
         kind = FULL if window is None else SLIDING
         raise get.wrong("layer_types", f"{kind} for every layer, which is what sliding_window {window} means here")
     return {"mixers": (Attention(window),) * layers}
-
-
-def window_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `window_everywhere`."""
-    return {"sliding_window": config.attention[0].sliding_window}

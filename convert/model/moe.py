@@ -42,7 +42,6 @@ class MoeConfig:
         shared_intermediate_size: F of the shared expert, which sees every token; 0: there is none.
         shared_gate: whether its output is multiplied by sigmoid(w · x).
         bias: whether the experts' projections have biases.
-        load_balancing: factor of the load-balancing loss in pretraining, for information.
     """
 
     router: RouterConfig
@@ -50,7 +49,6 @@ class MoeConfig:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     bias: bool = False
-    load_balancing: float = 0.0
 
     @property
     def sizes(self) -> dict[str, int]:

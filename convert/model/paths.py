@@ -5,8 +5,6 @@ or a module ("layers.3.self_attn.q_proj"). It is a string, for files, messages a
 so that nobody parses it.
 """
 
-from collections.abc import Iterable
-
 #: Ends of array paths, the longest first.
 LEAVES = (
     *("modules_to_save.weight", "modules_to_save.bias", "base_layer.weight", "trainable_tokens_delta"),
@@ -100,10 +98,6 @@ class WeightPath(str):
     def in_layer(self, layer: int | None) -> "WeightPath":
         """The same array of another layer."""
         return WeightPath(layer, self.block, self.part, self.leaf)
-
-    def ends_with(self, names: Iterable[str]) -> bool:
-        """Whether the path ends with one of `names`, at a dot."""
-        return any(f".{self}".endswith(f".{name}") for name in names)
 
 
 def _restored(layer: int | None, block: str, part: str, leaf: str) -> WeightPath:

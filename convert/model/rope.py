@@ -287,11 +287,6 @@ def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
     }
 
 
-def ropes_to_hf(config: Any) -> dict[str, Any]:
-    """The inverse of `read_ropes`, from a `ModelConfig`."""
-    return {"rope_parameters": {kind: rope_to_hf(getattr(config, name)) for name, kind in _BY_LAYER.items()}}
-
-
 def _attention_factor(values: Mapping[str, Any]) -> float:
     """YaRN's factor of cosines and sines: explicit, or 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim."""
     if values.get("attention_factor") is not None:

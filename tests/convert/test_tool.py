@@ -54,14 +54,14 @@ def test_equal_folders_and_different_ones(make_folder, monkeypatch):
     first, tensors = make_folder("a", max_shard_bytes=5000)
     second, _ = make_folder("b")
     same = compare(first, second)
-    assert same.same_form and same.largest == 0 and len(same.tensors) == len(tensors)
+    assert same.fits and same.largest == 0 and len(same.tensors) == len(tensors)
     changed = dict(tensors)
     changed["model.norm.weight"] = changed["model.norm.weight"].copy()
     changed["model.norm.weight"][5] += 1
     changed["model.layers.0.mlp.up_proj.weight"] = changed["model.layers.0.mlp.up_proj.weight"].astype(np.float32)
     write_checkpoint(second, changed.items(), CONFIG)
     other = compare(first, second)
-    assert not other.same_form
+    assert not other.fits
     differing = {tensor.name: tensor for tensor in other.tensors if not tensor.equal}
     assert differing.keys() == {"model.norm.weight", "model.layers.0.mlp.up_proj.weight"}
     gap = np.abs(

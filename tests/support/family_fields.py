@@ -22,6 +22,7 @@ IRRELEVANT = {
     "pretraining_tp": "how a model was split in pretraining",
     "eod_token_id": "of the tokenizer",
     "output_router_logits": "what transformers returns",
+    "router_aux_loss_coef": "of a loss in pretraining",
     "num_nextn_predict_layers": "of another module",
 }
 #: Sizes in place of a class's default ones, which fit no model.

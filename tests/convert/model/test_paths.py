@@ -38,9 +38,3 @@ def test_every_leaf(leaf):
 )
 def test_other_names_stay_as_they_are(text):
     assert WeightPath.parse(text) == text and WeightPath.parse(text).layer is None
-
-
-def test_ends():
-    path = WeightPath.parse("layers.3.self_attn.q_proj")
-    assert path.ends_with(["x", "q_proj"]) and path.ends_with(["self_attn.q_proj"]) and path.ends_with([str(path)])
-    assert not path.ends_with(["proj", "_proj", "", "k_proj"])

@@ -7,7 +7,7 @@ import pytest
 
 from convert.errors import ConvertError
 from convert.families import FAMILIES
-from convert.families.mapping import config_to_hf, read_config, with_score
+from convert.families.mapping import read_config, with_score
 from convert.model.spec import AXES
 from tests.support.families import CONFIGS, MIXTURES, NESTED
 
@@ -34,21 +34,24 @@ def test_every_weight_says_what_it_is(family):
 
 @pytest.mark.parametrize("family", ALL)
 def test_the_weights_of_a_changed_config_are_those_of_its_file(family):
-    """A grown vocabulary, fewer layers and another head, after the weights were asked for."""
-    config = read_config(ALL[family])
+    """A grown vocabulary and another head, after the weights were asked for."""
+    raw, config = ALL[family], read_config(ALL[family])
     assert config.specs and config.groups(0)
     for changes in (
         {"vocab_size": config.vocab_size + 7},
-        {"num_hidden_layers": 1, "layers": config.layers[-1:]},
         {"tie_word_embeddings": not config.tie_word_embeddings},
     ):
+        text = {"text_config": raw["text_config"] | changes} if "text_config" in raw else changes
         changed = dataclasses.replace(config, **changes)
-        assert changed.specs == FAMILIES[family].specs(config_to_hf(changed)) != config.specs
+        assert changed.specs == FAMILIES[family].specs(raw | text) != config.specs
+    fewer = dataclasses.replace(config, num_hidden_layers=1, layers=config.layers[:1])
+    assert {spec.path.layer for spec in fewer.specs} == {None, 0}
+    assert [spec for spec in fewer.specs if spec.path.layer == 0] == [s for s in config.specs if s.path.layer == 0]
     try:
-        scored = with_score(config)
+        scored, file = with_score(config), FAMILIES[family].scored(raw)
     except ConvertError:
         return
-    assert scored.specs == FAMILIES[family].specs(config_to_hf(scored)) and scored.specs[-1].kind == "score"
+    assert scored.specs == FAMILIES[family].specs(file) and scored.specs[-1].kind == "score"
 
 
 @pytest.mark.parametrize("family", ALL)

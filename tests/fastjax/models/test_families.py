@@ -11,7 +11,7 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
-from convert.families.mapping import config_to_hf, read_config
+from convert.families.mapping import read_config
 from fastjax.execution import load
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
@@ -52,19 +52,9 @@ def test_fields_that_are_not_supported_are_refused(family):
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS, *MIXTURE_VARIANTS])
-def test_config_there_and_back(variant):
-    """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
+def test_a_config_as_transformers_writes_it(variant):
     _, config = (VARIANTS | SPELLINGS | MIXTURE_VARIANTS)[variant]
-    parsed = read_config(config)
-    written = config_to_hf(parsed)
-    for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
-        assert read_config(same) == parsed
-
-
-#: What says the same as `layer_types` and `no_rope_layers`, which are written.
-_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern", "decoder_sparse_step"}
-_SAID_OTHERWISE |= {"mlp_only_layers"}
-_OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert read_config(theirs(config).to_dict()) == read_config(config)
 
 
 def test_fields_that_change_nothing_are_a_list():
@@ -90,19 +80,6 @@ def test_activations_are_transformers_functions():
         expected = activations.ACT2FN[name](torch.from_numpy(x)).numpy()
         # float32, values to 6
         np.testing.assert_allclose(FUNCTIONS[own](x), expected, rtol=0, atol=2e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_transformers_reads_what_was_there(family):
-    config = EVERY[family]
-    before, after = (theirs(found).to_dict() for found in (config, config_to_hf(read_config(config))))
-    left_out = {*family_fields.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
-    for name in set(before) - left_out:
-        assert after[name] == before[name], name
-    ropes = [found["rope_parameters"] for found in (before, after)]
-    ropes = [list(rope.items()) if families.FULL in rope else [("", rope)] for rope in ropes]
-    for (_, one), (_, other) in zip(*ropes, strict=True):
-        assert {name: other[name] for name in one} == one  # and defaults, written out
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -210,7 +187,6 @@ def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
     model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
     text = NESTED["text_config"]
     assert dataclasses.replace(model.config, model_type="gemma3_text") == read_config(text)
-    assert read_config(config_to_hf(model.config)) == model.config
     alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
     tokens = tiny.documents(text, (20,))[0][None]
     assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
