@@ -17,6 +17,19 @@ from fastjax.parallel import processes
 from fastjax.training.checkpoint_store import Unreadable
 
 
+@pytest.fixture
+def fails(monkeypatch):
+    """Lets `fastjax train` end with an exception."""
+
+    def fails(error):
+        def fail(argv):
+            raise error
+
+        monkeypatch.setattr(train, "main", fail)
+
+    return fails
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
@@ -28,11 +41,8 @@ from fastjax.training.checkpoint_store import Unreadable
         (OSError(errno.EIO, "Input/output error"), 1, "Input/output error"),
     ],
 )
-def test_expected_errors_are_one_line(monkeypatch, capsys, error, status, message):
-    def fail(argv):
-        raise error
-
-    monkeypatch.setattr(train, "main", fail)
+def test_expected_errors_are_one_line(fails, capsys, error, status, message):
+    fails(error)
     assert main(["train", "--config", "x.yaml"]) == status
     out, err = capsys.readouterr()
     assert out == ""
@@ -84,11 +94,8 @@ def one_of_four(monkeypatch):
         (KeyboardInterrupt(), 130, ": {}interrupted"),
     ],
 )
-def test_one_process_of_several_says_which_and_ends_at_once(one_of_four, monkeypatch, capsys, error, status, message):
-    def fail(argv):
-        raise error
-
-    monkeypatch.setattr(train, "main", fail)
+def test_one_process_of_several_says_which_and_ends_at_once(one_of_four, fails, capsys, error, status, message):
+    fails(error)
     with pytest.raises(Left) as left:
         main(["train"])
     assert left.value.args == (status,)
@@ -97,39 +104,27 @@ def test_one_process_of_several_says_which_and_ends_at_once(one_of_four, monkeyp
     assert (rest[0] == "Traceback (most recent call last):" and rest[-1] != "") if "unexpected" in message else not rest
 
 
-def test_processes_that_a_signal_stops_wait_for_each_other(one_of_four, monkeypatch, capsys):
-    def fail(argv):
-        raise Interrupted("interrupted by SIGTERM after step 3", 15)
-
-    monkeypatch.setattr(train, "main", fail)
+def test_processes_that_a_signal_stops_wait_for_each_other(one_of_four, fails, capsys):
+    fails(Interrupted("interrupted by SIGTERM after step 3", 15))
     assert main(["train"]) == 143
     assert capsys.readouterr().err == "fastjax train: rank 3 of 4 on node2: interrupted by SIGTERM after step 3\n"
 
 
-def test_traceback_on_request(monkeypatch, capsys):
-    def fail(argv):
-        raise ConfigError("wrong")
-
-    monkeypatch.setattr(train, "main", fail)
+def test_traceback_on_request(fails, capsys):
+    fails(ConfigError("wrong"))
     assert main(["--traceback", "train"]) == 2
     trace = capsys.readouterr().err
     assert trace.startswith("Traceback") and trace.endswith("ConfigError: wrong\nfastjax train: error: wrong\n")
 
 
-def test_interrupt(monkeypatch, capsys):
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "main", interrupt)
+def test_interrupt(fails, capsys):
+    fails(KeyboardInterrupt())
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "fastjax: interrupted\n"
 
 
-def test_unexpected_errors_are_not_hidden(monkeypatch):
-    def fail(argv):
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(train, "main", fail)
+def test_unexpected_errors_are_not_hidden(fails):
+    fails(KeyError("a bug"))
     with pytest.raises(KeyError):
         main(["train"])
 

@@ -47,42 +47,7 @@ def test_a_run_with_nothing_wrong_gets_to_its_data(run):
 @pytest.mark.parametrize(
     ("section", "keys", "message"),
     [
-        (
-            "lora",
-            {"target_modules": ["query"]},
-            r"^lora.target_modules: \['query'\] matches no module of this model; there",
-        ),
-        (
-            "lora",
-            {"target_modules": ["q_proj", "v_prj"]},
-            r"^lora.target_modules: .* got \['v_prj'\], which none has",
-        ),
-        (
-            "lora",
-            {"target_modules": "query" * 2000},
-            "^lora.target_modules: 'queryquery.{,200}… matches no module of this",
-        ),
-        ("lora", {"rank_pattern": {"query": 4}}, r"^lora.rank_pattern: .* got \['query'\], which match none"),
-        (
-            "lora",
-            {"alpha_pattern": {"v_proj": 4}, "target_modules": ["q_proj"]},
-            r"^lora.alpha_pattern: .*\['v_proj'\]",
-        ),
-        ("lora", {"layers_to_transform": [0, 99]}, r"^lora.layers_to_transform: expected layers from 0 to .* \[99\]"),
-        (
-            "lora",
-            {"modules_to_save": ["mlp"]},
-            "^lora.modules_to_save: expected some of .*'lm_head'.*, got .'mlp'.;",
-        ),
-        (
-            "lora",
-            {"trainable_token_indices": [10**6]},
-            "^lora.trainable_token_indices: expected different ids from 0 to",
-        ),
         ("lora", {"adapter": "nowhere"}, "^lora.adapter: expected a PEFT folder"),
-        ("model", {"max_seq_length": 10**6}, "^model.max_seq_length: expected at most the model's .* positions"),
-        ("model", {"float32_modules": ["nrm"]}, "^model.float32_modules: no module has the name 'nrm'"),
-        ("model", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "x": 1}}, "rope_scaling"),
         (
             "output",
             {"report_to": ["wandb"]},
