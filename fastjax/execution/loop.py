@@ -62,19 +62,15 @@ def run_layers(
     gathers = splits_weights()
 
     @functools.cache
-    def single(block: Block, policy: str) -> Block:
+    def single(block: Block, policy: str) -> Callable[..., Any]:
         """Equal layers that are called one by one are traced and lowered once, under one jit."""
-
-        def own(*arguments: Any) -> Any:  # JAX keeps traces by the function: another pass may choose otherwise
-            return block(*arguments)
-
-        return jax.jit(checkpointed(own, policy, scanned=False, gathers=gathers))
+        return jax.jit(checkpointed(_of_this_pass(block), policy, scanned=False, gathers=gathers))
 
     total: Sums = {}
     for stack, (block, arrays) in zip(plan, blocks, strict=True):
         policy = policy_of(stack.start)
         if stack.count == 1:
-            x, sums = single(block, policy)(x, arrays, shared, jnp.int32(stack.start))
+            x, (sums,) = _run_stack(stack, single(block, policy), x, arrays, shared)
         elif has_streamed(arrays) or (offloads(policy) and not several_devices()):
             block = checkpointed(block, policy, scanned=True, moves=False)
 
@@ -82,17 +78,10 @@ def run_layers(
                 return block(x, arrays, shared, stack.start + stack.period * repeat)
 
             x, sums = run_streamed(layer, x, arrays, shared, stack.count, offload=offloads(policy))
-            sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
             block = checkpointed(block, policy, scanned=True, gathers=gathers)
-
-            def body(x, xs, block=block):
-                arrays, first = xs
-                return block(x, on_device(arrays), shared, first)
-
-            x, sums = jax.lax.scan(body, x, (arrays, _firsts(stack)))
-            sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
-        total = added(total, sums)
+            x, (sums,) = _run_stack(stack, block, x, arrays, shared)
+        total = added(total, sums if stack.count == 1 else {name: jnp.sum(each, axis=0) for name, each in sums.items()})
     return x, total
 
 
@@ -115,28 +104,32 @@ def run_steps(
     Returns:
         The last layer's output, and the states after it.
     """
-
-    @functools.cache
-    def single(block: Block) -> Block:
-        """As in `run_layers`."""
-        return jax.jit(lambda *arguments: block(*arguments))
-
+    single = functools.cache(lambda block: jax.jit(_of_this_pass(block)))
     after = []
     for stack, (block, arrays), before in zip(plan, blocks, states, strict=True):
-        if stack.count == 1:
-            x, state, _ = single(block)(x, arrays, shared, jnp.int32(stack.start), before)
-        else:
-
-            def body(x, xs, block=block):
-                arrays, first, before = xs
-                x, state, _ = block(x, on_device(arrays), shared, first, before)
-                return x, state
-
-            x, state = jax.lax.scan(body, x, (arrays, _firsts(stack), before))
+        block = single(block) if stack.count == 1 else block
+        x, (state, _) = _run_stack(stack, block, x, arrays, shared, before)
         after.append(state)
     return x, after
 
 
-def _firsts(stack: LayerStack) -> Int[Array, "N"]:
-    """Number of the first layer of each repetition."""
-    return stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
+def _of_this_pass(block: Block) -> Callable[..., Any]:
+    """The block as a function of its own: JAX keeps traces by the function, and another pass may choose otherwise."""
+    return lambda *arguments: block(*arguments)
+
+
+def _run_stack(
+    stack: LayerStack, block: Callable[..., Any], x: Array, arrays: Any, shared: Any, *states: Any
+) -> tuple[Any, Any]:
+    """The output of a stack's layers, and what else the block gives: of a stack that repeats along a leading axis."""
+    if stack.count == 1:
+        x, *others = block(x, arrays, shared, jnp.int32(stack.start), *states)
+        return x, others
+
+    def body(x: Array, one: Any) -> tuple[Any, Any]:
+        arrays, first, *states = one
+        x, *others = block(x, on_device(arrays), shared, first, *states)
+        return x, others
+
+    firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
+    return jax.lax.scan(body, x, (arrays, firsts, *states))

@@ -148,6 +148,41 @@ def _forward(
     `moves` says which arrays on the device have gradients, `least` the bytes of a residual that goes to the host.
     """
     pullbacks: list[_Pullback] = []
+    step = _recorded(one, moves, least, pullbacks)
+    here = [fetched(leaf, 0) for leaf in far]
+    # Traced once: the loop's layers and the last one have the same residuals in the same order.
+    traced, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.int32(0), x, here, near, shared)
+    structure = jax.tree.structure(shapes)
+
+    def run(index, x, here) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
+        return structure.unflatten(jaxpr_as_fun(traced)(*jax.tree.leaves((index, x, here, near, shared))))
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+        number, x, here, stacks, sent = carry
+        ahead, index = _ahead(far, number, 1, beside)
+        x, made, large = run(index, x, here)
+        away = [jax.device_put(leaf, jax.memory.Space.Host) for leaf in large]
+        return (number + 1, x, ahead, _put(stacks, made, index), _put(sent, away, number)), None
+
+    _, made, large = structure.unflatten(traced.out_avals)
+    stacks = jax.tree.map(lambda aval: _empty(aval, count), made)
+    beside = near[:1] if len(large) > 1 else ()
+    # Of unlike values: one array of zeros for two equal shapes would be copied, by the host, before the loop.
+    sent = [jax.device_put(_empty(aval, count - 1, number), jax.memory.Space.Host) for number, aval in enumerate(large)]
+    first = (jnp.int32(0), x, here, stacks, sent)
+    (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
+    x, made, held = run(number, x, here)
+    sums, kept = _put(stacks, made, number)
+    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here, sent, held))
+
+
+def _recorded(
+    one: Callable[..., Any], moves: Sequence[bool] | None, least: float, pullbacks: list[_Pullback]
+) -> Callable[..., tuple[Array, tuple[Any, list[Array]], list[Array]]]:
+    """A layer as a step of the forward loop: its output, its sums and kept residuals, and those that the host keeps.
+
+    Its backward pass is added to `pullbacks` when it is traced.
+    """
 
     def step(index, x, here, near, shared) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
         own = _taken(near, index)
@@ -179,31 +214,7 @@ def _forward(
         pullbacks.append(_Pullback(structure, tuple(known[id(leaf)] for leaf in residuals)))
         return y, (sums, groups["kept"]), groups["sent"]
 
-    here = [fetched(leaf, 0) for leaf in far]
-    # Traced once: the loop's layers and the last one have the same residuals in the same order.
-    traced, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.int32(0), x, here, near, shared)
-    structure = jax.tree.structure(shapes)
-
-    def run(index, x, here) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
-        return structure.unflatten(jaxpr_as_fun(traced)(*jax.tree.leaves((index, x, here, near, shared))))
-
-    def body(carry: Any, _: None) -> tuple[Any, None]:
-        number, x, here, stacks, sent = carry
-        ahead, index = _ahead(far, number, 1, beside)
-        x, made, large = run(index, x, here)
-        away = [jax.device_put(leaf, jax.memory.Space.Host) for leaf in large]
-        return (number + 1, x, ahead, _put(stacks, made, index), _put(sent, away, number)), None
-
-    _, made, large = structure.unflatten(traced.out_avals)
-    stacks = jax.tree.map(lambda aval: _empty(aval, count), made)
-    beside = near[:1] if len(large) > 1 else ()
-    # Of unlike values: one array of zeros for two equal shapes would be copied, by the host, before the loop.
-    sent = [jax.device_put(_empty(aval, count - 1, number), jax.memory.Space.Host) for number, aval in enumerate(large)]
-    first = (jnp.int32(0), x, here, stacks, sent)
-    (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
-    x, made, held = run(number, x, here)
-    sums, kept = _put(stacks, made, number)
-    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here, sent, held))
+    return step
 
 
 def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool], gradients: tuple[Array, Any]):

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
+from fastjax.lora.units import row_slices
 from fastjax.models.context import Context
 from fastjax.models.layout import MIN_ADAPTER
 from fastjax.models.mixers.attention import Attention
@@ -100,8 +101,7 @@ def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
         return frozen
     groups, axes = config.groups(0), tensor_axes(config)
 
-    def of(path: tuple[Any, ...], weight: Any) -> Any:
-        keys = tuple(key.key for key in path)
+    def of(keys: tuple[Any, ...], weight: Any) -> Any:
         place = keys[3:5]  # after run and position
         if keys[0] != "layers" or keys[-1] != "weight" or place not in axes.by_rows | axes.by_columns:
             return weight
@@ -112,7 +112,7 @@ def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
         sizes = tuple(rows for _, rows in groups[name].parts)
         return _apart(weight, sizes, devices if place in axes.by_columns else 1)
 
-    return jax.tree_util.tree_map_with_path(of, frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    return _by_keys(of, frozen)
 
 
 def copied(arrays: Any, axes: TensorAxes, *, stacked: bool) -> Any:
@@ -125,8 +125,7 @@ def copied(arrays: Any, axes: TensorAxes, *, stacked: bool) -> Any:
     """
     lead = int(stacked)
 
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = tuple(key.key for key in path)
+    def of(keys: tuple[Any, ...], leaf: Any) -> Any:
         if keys[-1] not in _ADAPTER or math.prod(leaf.shape[lead:]) >= MIN_ADAPTER:
             return leaf
         places = _adapter_places(keys, axes)
@@ -134,7 +133,7 @@ def copied(arrays: Any, axes: TensorAxes, *, stacked: bool) -> Any:
         copies = jnp.broadcast_to(jnp.expand_dims(leaf, lead), shape)
         return lax.with_sharding_constraint(copies, P(*[None] * lead, *places))
 
-    return jax.tree_util.tree_map_with_path(of, arrays, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    return _by_keys(of, arrays)
 
 
 def layers_on_parts(
@@ -168,8 +167,11 @@ def layers_on_parts(
     of_tokens = P(BATCH, CONTEXT)
     context = Context(of_tokens, P(BATCH), P(), of_tokens, of_tokens)  # pyright: ignore
 
+    def own_copy(keys: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf[0] if keys[-1] in _ADAPTER and leaf.ndim == 3 else leaf
+
     def own(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
-        mine = nnx.merge(graphdef, _own_copies(state))
+        mine = nnx.merge(graphdef, _by_keys(own_copy, state))
         for layer in mine:
             _shrink(layer, devices)
             layer.tokens = TensorTokens(split)
@@ -199,8 +201,7 @@ def _check_adapters(projection: Projection, devices: int) -> None:
 def _specs(state: Any, axes: TensorAxes) -> Any:
     """Where the arrays of some layers lie along `tensor`."""
 
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = tuple(key.key for key in path)
+    def of(keys: tuple[Any, ...], leaf: Any) -> Any:
         place, last = keys[1:3], keys[-1]  # after position
         by_rows, by_columns = place in axes.by_rows, place in axes.by_columns
         if last == "weight" and (by_rows or by_columns):
@@ -210,7 +211,14 @@ def _specs(state: Any, axes: TensorAxes) -> Any:
         copies, *places = _adapter_places(keys, axes)
         return P(*places) if leaf.ndim == len(places) else P(copies, *places)
 
-    return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
+    return _by_keys(of, state)
+
+
+def _by_keys(of: Callable[[tuple[Any, ...], Any], Any], tree: Any) -> Any:
+    """A tree of the results of (keys, array or weight)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: of(tuple(key.key for key in path), leaf), tree, is_leaf=lambda leaf: isinstance(leaf, Weight)
+    )
 
 
 def _adapter_places(keys: tuple[Any, ...], axes: TensorAxes) -> tuple[Any, ...]:
@@ -225,15 +233,6 @@ def _adapter_places(keys: tuple[Any, ...], axes: TensorAxes) -> tuple[Any, ...]:
 def _count(axes: tuple[str, ...] | None) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in axes or ())
-
-
-def _own_copies(state: Any) -> Any:
-    """A device's parts of some layers' arrays, with its own copies of the adapters."""
-
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        return leaf[0] if path[-1].key in _ADAPTER and leaf.ndim == 3 else leaf
-
-    return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
 def _shrink(layer: Any, devices: int) -> None:
@@ -267,12 +266,9 @@ def _part(weight: WeightLike) -> WeightLike:
 
 def _own_rows(array: Array, sizes: Sequence[int], devices: int, device: Array) -> Array:
     """A device's rows of each of several parts."""
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    own = [
-        lax.dynamic_slice_in_dim(array, start + device * (rows // devices), rows // devices)
-        for start, rows in zip(starts, sizes, strict=True)
-    ]
-    return jnp.concatenate(own)
+    counts = [rows // devices for rows in sizes]
+    starts = [part.start + device * count for part, count in zip(row_slices(sizes), counts, strict=True)]
+    return jnp.concatenate([lax.dynamic_slice_in_dim(array, *own) for own in zip(starts, counts, strict=True)])
 
 
 def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLike:
@@ -305,7 +301,6 @@ def _rows_apart(weight: WeightLike, sizes: tuple[int, ...], stacked: bool) -> tu
     """The rows of each part."""
 
     def apart(weight: WeightLike) -> tuple[WeightLike, ...]:
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return tuple(rows_of(weight, slice(a, a + rows)) for a, rows in zip(starts, sizes, strict=True))
+        return tuple(rows_of(weight, here) for here in row_slices(sizes))
 
     return jax.vmap(apart)(weight) if stacked else apart(weight)

@@ -120,19 +120,9 @@ class Decoder(nnx.Module):
             soft_cap=config.final_logit_softcapping,
         )
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"] | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-        neftune_noise_alpha: float | None = None,
-        adapters: bool = True,
-    ) -> Float[Array, "B S E"]:
+    def __call__(self, *arguments: Any, **options: Any) -> Float[Array, "B S E"]:
         """The hidden states of `forward`."""
-        options = {"key": key, "neftune_noise_alpha": neftune_noise_alpha, "adapters": adapters}
-        return self.forward(tokens, positions, segment_ids, **options).hidden
+        return self.forward(*arguments, **options).hidden
 
     def forward(
         self,

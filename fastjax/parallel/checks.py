@@ -1,6 +1,7 @@
-"""What a mesh asks of a model: one place where sizes that do not fit it, or that nothing serves, are refused."""
+"""Models and batches that a mesh does not serve are refused, by the name of the setting."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
@@ -22,9 +23,9 @@ def check_mesh(
     Raises:
         ConfigError: names the setting, what was expected and what came.
     """
-    found = (*_expert(config, shape), *_context(config, shape), *_tensor(config, shape, lora_dropout or 0.0, use_dora))
-    for axis, expected in found:
-        raise ConfigError(f"parallel.{axis}: expected {expected}, got {getattr(shape, axis)}")
+    for axis, expected, refused in _unserved(config, shape, lora_dropout or 0.0, use_dora):
+        if refused and getattr(shape, axis) > 1:
+            raise ConfigError(f"parallel.{axis}: expected {expected}, got {getattr(shape, axis)}")
 
 
 def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str) -> None:
@@ -73,40 +74,23 @@ def check_rows(rows: int, length: int, shape: MeshShape) -> None:
         )
 
 
-def _expert(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
-    """What does not serve experts on several devices: axis, and the clause of what was expected."""
-    if shape.expert == 1:
-        return
-    if config.moe is None:
-        yield "expert", "1 of a model without mixtures of experts"
-    elif config.moe.router.num_experts % shape.expert:
-        yield "expert", f"a divisor of the {config.moe.router.num_experts} experts"
-
-
-def _context(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
-    """What does not serve rows on several devices: likewise."""
-    if shape.context == 1:
-        return
-    if config.moe is not None:
-        yield "context", "1 of a model with mixtures of experts"
-    if config.attention_dropout:
-        yield "context", f"1 where attention_dropout is not 0 (it is {config.attention_dropout})"
-
-
-def _tensor(config: ModelConfig, shape: MeshShape, lora_dropout: float, use_dora: bool) -> Iterator[tuple[str, str]]:
-    """What does not serve heads and features on several devices; likewise."""
-    if shape.tensor == 1:
-        return
-    unserved = {
-        "of a model with mixtures of experts": config.moe is not None,
-        "of a model whose files hold queries, keys and values as one": config.fused,
-        "of a model that normalises queries and keys of all heads together": config.qk_norm in ("heads", "projection"),
-        f"where attention_dropout is not 0 (it is {config.attention_dropout})": config.attention_dropout != 0,
-        f"where residual_dropout is not 0 (it is {config.residual_dropout})": config.residual_dropout != 0,
-        f"where lora_dropout is not 0 (it is {lora_dropout})": lora_dropout != 0,
-        "with use_dora": use_dora,
-    }
-    yield from (("tensor", f"1 {what}") for what, found in unserved.items() if found)
+def _unserved(
+    config: ModelConfig, shape: MeshShape, lora_dropout: float, use_dora: bool
+) -> Iterator[tuple[str, str, Any]]:
+    """Axis, the clause of what was expected of it, and whether it is refused where there are several devices."""
+    moe, dropout = config.moe, f"where attention_dropout is not 0 (it is {config.attention_dropout})"
+    experts = 0 if moe is None else moe.router.num_experts
+    yield "expert", "1 of a model without mixtures of experts", moe is None
+    yield "expert", f"a divisor of the {experts} experts", experts % shape.expert
+    yield "context", "1 of a model with mixtures of experts", moe is not None
+    yield "context", f"1 {dropout}", config.attention_dropout
+    whole_heads = config.qk_norm in ("heads", "projection")
+    yield "tensor", "1 of a model with mixtures of experts", moe is not None
+    yield "tensor", "1 of a model whose files hold queries, keys and values as one", config.fused
+    yield "tensor", "1 of a model that normalises queries and keys of all heads together", whole_heads
+    yield "tensor", f"1 {dropout}", config.attention_dropout
+    yield "tensor", f"1 where residual_dropout is not 0 (it is {config.residual_dropout})", config.residual_dropout
+    yield "tensor", f"1 where lora_dropout is not 0 (it is {lora_dropout})", lora_dropout
+    yield "tensor", "1 with use_dora", use_dora
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % shape.tensor:
-            yield "tensor", f"a divisor of {name} {getattr(config, name)}"
+        yield "tensor", f"a divisor of {name} {getattr(config, name)}", getattr(config, name) % shape.tensor

@@ -41,7 +41,15 @@ MIN_ROWS = 8
 
 
 class MeshShape(NamedTuple):
-    """Devices along each mesh axis; the last lie next to each other."""
+    """Devices along each mesh axis; the last lie next to each other.
+
+    Attributes:
+        data: replicas.
+        fsdp: devices that share one copy of the frozen weights.
+        expert: devices that share one copy of a mixture's experts.
+        context: devices that share a row's tokens.
+        tensor: devices that share each layer's heads and features.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -68,30 +76,19 @@ class MeshShape(NamedTuple):
         return math.prod(getattr(self, name) for name in BATCH)
 
 
-def make_mesh(
-    data: int = 1,
-    fsdp: int = 1,
-    expert: int = 1,
-    context: int = 1,
-    tensor: int = 1,
-    *,
-    devices: list[Any] | None = None,
-) -> Mesh:
+def make_mesh(*sizes: int, devices: list[Any] | None = None, **axes: int) -> Mesh:
     """A mesh of devices with all axes, of which any may have size one.
 
     Args:
-        data: replicas.
-        fsdp: devices that share one copy of the frozen weights.
-        expert: devices that share one copy of a mixture's experts.
-        context: devices that share a row's tokens.
-        tensor: devices that share each layer's heads and features.
+        sizes: of the axes, as in `MeshShape`.
         devices: the first of these; default: of `jax.devices()`.
+        axes: sizes by name.
 
     Raises:
         ConfigError: more devices requested than exist.
     """
     devices = jax.devices() if devices is None else devices
-    shape = MeshShape(data, fsdp, expert, context, tensor)
+    shape = MeshShape(*sizes, **axes)
     if min(shape) < 1 or shape.size > len(devices):
         asked = " × ".join(f"{name} {size}" for name, size in shape._asdict().items())
         raise ConfigError(f"mesh: {asked} needs {shape.size} devices, there are {len(devices)}")

@@ -6,6 +6,7 @@ convert without loss in both directions.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,10 @@ class NF4Weight(Weight):
         """The order of the codes, by its name in `pallas_kernels.nf4`."""
         return "split" if self.shape[1] % BLOCK == 0 else "bitsandbytes"
 
+    @property
+    def _layout(self) -> dict[str, Any]:
+        return {"shape": self.shape, "order": self.order, "weight_dtype": self.dtype}
+
     def scales(self) -> Float[Array, "..."]:
         """The blocks' absmax in float32, decoded where it is nested; in the shape of `absmax`."""
         if self.nested_absmax is None or self.nested_quant_map is None or self.nested_offset is None:
@@ -83,15 +88,7 @@ class NF4Weight(Weight):
         """x·Wᵀ in the dtype of x, each device with its own rows of x."""
 
         def product(x, codes, scales, quant_map):
-            return nf4.matmul(
-                x,
-                codes,
-                scales,
-                shape=self.shape,
-                order=self.order,
-                quant_map=quant_map,
-                weight_dtype=self.dtype,
-            )
+            return nf4.matmul(x, codes, scales, quant_map=quant_map, **self._layout)
 
         island = local(product, in_specs=(ROWS, P(), P(), P()), out_specs=ROWS)
         return island(x, self.codes, self.scales(), self.quant_map)
@@ -103,15 +100,7 @@ class NF4Weight(Weight):
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax in its own dtype, cast."""
-        return nf4.dequantize(
-            self.codes,
-            self.scales(),
-            shape=self.shape,
-            dtype=dtype,
-            order=self.order,
-            quant_map=self.quant_map,
-            weight_dtype=self.dtype,
-        )
+        return nf4.dequantize(self.codes, self.scales(), dtype=dtype, quant_map=self.quant_map, **self._layout)
 
     def float8(self, transposed: bool) -> Float8Operand:
         """The matrix in float8, decoded to it in one rounding where rows are whole blocks of NF4's own values."""

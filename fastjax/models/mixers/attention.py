@@ -194,12 +194,10 @@ class Attention(nnx.Module):
         can be, and what `lora.norm` makes of x may be given.
         """
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self._projected(x, context, key, made)
+        q, k, v = self._turned_heads(x, context, key, made)
         return checkpoint_name(q, HEADS), checkpoint_name(k, HEADS), checkpoint_name(v, HEADS)
 
-    def _projected(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, made: Made | None
-    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+    def _turned_heads(self, x: Array, context: Context, key: PRNGKeyArray | None, made: Made | None) -> Any:
         heads, key_heads, size = self.shape
         rotary = (None, None) if self.settings.rope is None else context.rotary[self.settings.rope]
         scales = context.query_scales.get(self.settings.rope or "")
