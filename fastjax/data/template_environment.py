@@ -16,9 +16,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fastjax.data import template_limits
+from fastjax.data.template_limits import LimitedEnvironment
 
 
 class _Mark(str):
@@ -51,33 +50,13 @@ class _GenerationTag(jinja2.ext.Extension):
 _DICT = frozenset(dir(dict))
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(LimitedEnvironment):
     """The sandbox with limits, and a fast path for lookups in messages."""
-
-    intercepted_binops = frozenset(("*", "**", "%"))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        budget = context.parent[template_limits.BUDGET]
-        template_limits.charge_operator(budget, operator, left, right)
-        result = self.binop_table[operator](left, right)
-        budget.charge_value(result)
-        return result
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget = context.parent[template_limits.BUDGET]
-        if type(getattr(function, "__self__", None)) is not dict:
-            template_limits.charge_call(budget, function, args, kwargs)
-        result = super().call(context, function, *args, **kwargs)
-        budget.charge_value(result)
-        return result
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        return template_limits.limited(super()._parse(source, name, filename))
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -175,7 +154,6 @@ def compile_template(source: str) -> jinja2.Template:
         "namespace": _Namespace,
     }
     del environment.globals["lipsum"]
-    environment.filters = template_limits.limited_filters(environment.filters)
     template = environment.from_string(source)
     # Each rendering copies these, and the chain of mappings that they are is slow to copy.
     template.globals = dict(template.globals)

@@ -1,9 +1,9 @@
 """Limits of rendering a chat template, a program that comes with a model and may never end.
 
-`limited` changes the parsed template: its output, sums, slices and lists pass through filters that charge a budget, and
-so does every turn of a loop and every call of a macro or block. The sandbox's hooks for operators and calls do the same
-(`charge_operator`, `charge_call`), and `limited_filters` for filters. A value that can be much larger than its operands
-is charged before it is made. A budget belongs to one rendering.
+The parsed template is changed: its output, sums, slices and lists pass through filters that charge a budget, and so
+does every turn of a loop and every call of a macro or block. The sandbox's hooks for operators and calls do the same,
+and so do the filters. A value that can be much larger than its operands is charged before it is made. A budget belongs
+to one rendering.
 
 The clock is processor time, so that a busy or sleeping machine refuses nothing. It is read now and then between
 operations; the size of its operands limits the time of one operation.
@@ -16,11 +16,12 @@ responses, and a row there and back takes 32 to 48 µs.
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jinja2
 import jinja2.nodes as nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 2.0
@@ -104,74 +105,52 @@ class Budget:
         self.charge(len(value) if type(value) is str else _deep(value))
 
 
-def limited(template: nodes.Template) -> nodes.Template:
-    """Insert charges into a parsed template.
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with charges; its templates are rendered with a `Budget` as the variable `BUDGET`."""
 
-    Args:
-        template: The template; changed in place.
-    """
-    return _Limiter().visit(template)
+    intercepted_binops = frozenset(("*", "**", "%"))
 
-
-def limited_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The filters of an environment with charges, and those inserted by `limited`.
-
-    Args:
-        filters: Name → filter.
-    """
-    return {name: _limited_filter(name, filter_) for name, filter_ in filters.items()} | {
-        _STEP: _step,
-        _MADE: _made,
-        _CUT: _cut,
-        _ADD: _add,
-        _CONCAT: _concat,
-    }
-
-
-def charge_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:
-    """Charge an operator before its execution.
-
-    Args:
-        budget: The rendering's.
-        operator: One of * ** %, whose results can be much larger than their operands.
-        left: Its left operand.
-        right: Its right operand.
-
-    Raises:
-        jinja2.TemplateRuntimeError: The result would be too large.
-    """
-    if operator == "*":
-        if isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() + right.bit_length())
-        for repeated, times in ((left, right), (right, left)):
-            if isinstance(times, int) and not isinstance(repeated, int | float):
-                budget.charge(_deep(repeated) * max(times, 0))
-    elif operator == "**":
-        if isinstance(left, int) and isinstance(right, int):
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Charge an operator before its execution, and its result."""
+        budget = context.parent[BUDGET]
+        numbers = isinstance(left, int) and isinstance(right, int)
+        if operator == "*":
+            if numbers:
+                _check_bits(left.bit_length() + right.bit_length())
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(times, int) and not isinstance(repeated, int | float):
+                    budget.charge(_deep(repeated) * max(times, 0))
+        elif operator == "**" and numbers:
             _check_bits(left.bit_length() * max(right, 1))
-    elif operator == "%" and isinstance(left, _TEXT):
-        budget.charge(_formatted(str(left), "%", (right,)))
+        elif operator == "%" and isinstance(left, _TEXT):
+            budget.charge(_formatted(str(left), "%", (right,)))
+        result = self.binop_table[operator](left, right)
+        budget.charge_value(result)
+        return result
 
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Charge a call before its execution, and its result."""
+        budget = context.parent[BUDGET]
+        if type(getattr(function, "__self__", None)) is not dict:
+            name = getattr(function, "__name__", None)
+            # Jinja wraps the methods that format.
+            owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+            if isinstance(owner, _TEXT):
+                budget.charge(_of_text(name, owner, (*args, *kwargs.values())))
+            elif name == "strftime_now":
+                budget.charge(_ITEM * _deep(args))
+        result = super().call(context, function, *args, **kwargs)
+        budget.charge_value(result)
+        return result
 
-def charge_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge a call before its execution.
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> jinja2.Template:
+        """Compile a template, whose filters charge too."""
+        limited = {name: _limited_filter(name, filter_) for name, filter_ in self.filters.items()}
+        self.filters = limited | {_STEP: _step, _MADE: _made, _CUT: _cut, _ADD: _add, _CONCAT: _concat}
+        return super().from_string(source, *args, **kwargs)
 
-    Args:
-        budget: The rendering's.
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        jinja2.TemplateRuntimeError: The result would be too large.
-    """
-    name = getattr(function, "__name__", None)
-    # Jinja wraps the methods that format.
-    owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-    if isinstance(owner, _TEXT):
-        budget.charge(_of_text(name, owner, (*args, *kwargs.values())))
-    elif name == "strftime_now":
-        budget.charge(_ITEM * _deep(args))
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Limiter().visit(super()._parse(source, name, filename))
 
 
 def _size(value: Any) -> int:
@@ -252,6 +231,8 @@ def _check_bits(bits: int) -> None:
 
 def _of_filter(name: str, value: Any, args: tuple[Any, ...]) -> int:
     """The size of a filter's result and intermediate values at most."""
+    if name in _QUICK:
+        return _size(value)
     if name == "join":
         joined = value if isinstance(value, list | tuple) else ()
         return _deep(value) + (_size(value) + len(joined)) * _largest(args[:1])
@@ -288,16 +269,11 @@ def _limited_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any
     wanted = getattr(filter_, "jinja_pass_arg", None)
     wanted = wanted.name if wanted is not None else None
 
-    quick = name in _QUICK
-
     @jinja2.pass_context
     @functools.wraps(filter_, updated=())
     def limited_filter(context: Any, value: Any = None, *args: Any, **kwargs: Any) -> Any:
         budget = context.parent[BUDGET]
-        if quick:
-            budget.charge(_size(value))
-        else:
-            budget.charge(_of_filter(name, value, (*args, *kwargs.values())))
+        budget.charge(_of_filter(name, value, (*args, *kwargs.values())))
         if wanted is None:
             result = filter_(value, *args, **kwargs)
         else:
