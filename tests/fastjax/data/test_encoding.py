@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -29,67 +30,50 @@ def encode(tokenizer, record, loss_on="responses"):
     return pieces, example.tokens.tolist()
 
 
+ASKED = "the user asked 世界"
+SAID = "what the answer is 世"
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+
+
 @pytest.mark.parametrize(
-    ("name", "chat", "pieces"),
+    ("name", "chat", "expected"),
     [
         (
             "chatml",
             SYSTEM,
-            [
-                "<|im_start|>system\nthe assistant<|im_end|>\n<|im_start|>user\nthe user asked 世界<|im_end|>\n"
-                "<|im_start|>assistant\n",
-                "what the answer is 世<|im_end|>",
-                "\n",
-            ],
+            f"<|im_start|>system\nthe assistant<|im_end|>\n<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n"
+            f"«{SAID}<|im_end|>»\n",
         ),
         (
             "chatml",
             CHAT,
-            [
-                "<|im_start|>user\nthe user asked 世界<|im_end|>\n<|im_start|>assistant\n",
-                "what the answer is 世<|im_end|>",
-                "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n",
-                "<|im_end|>",
-                "\n",
-            ],
+            f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n«{SAID}<|im_end|>»\n"
+            "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n«<|im_end|>»\n",
         ),
         (
             "llama3",
             CHAT,
-            [
-                "<s><|start_header_id|>user<|end_header_id|>\n\nthe user asked 世界<|eot_id|>"
-                "<|start_header_id|>assistant<|end_header_id|>\n\n",
-                "what the answer is 世<|eot_id|>",
-                "<|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>"
-                "<|start_header_id|>assistant<|end_header_id|>\n\n",
-                "<|eot_id|>",
-            ],
+            f"<s>{HEADER}{ASKED}<|eot_id|>{HEADER}«{SAID}<|eot_id|>»{HEADER}and?<|eot_id|>{HEADER}«<|eot_id|>»".format(
+                *("user", "assistant") * 2
+            ),
         ),
-        (
-            "llama2",
-            CHAT[:2],
-            ["<s>[INST] the user asked 世界 [/INST]", " what the answer is 世</s>"],
-        ),
+        ("llama2", CHAT[:2], f"<s>[INST] {ASKED} [/INST]« {SAID}</s>»"),
         (
             "plain",
             CHAT,
-            [
-                "### user:\nthe user asked 世界\n\n### assistant:\n",
-                "what the answer is 世\n\n",
-                "### user:\nand?\n\n### assistant:\n",
-                "\n\n</s>",
-            ],
+            f"### user:\n{ASKED}\n\n### assistant:\n«{SAID}\n\n»### user:\nand?\n\n### assistant:\n«\n\n</s>»",
         ),
-        ("chatml", CHAT[:1], ["<|im_start|>user\nthe user asked 世界<|im_end|>\n"]),
+        ("chatml", CHAT[:1], f"<|im_start|>user\n{ASKED}<|im_end|>\n"),
     ],
 )
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_responses_and_the_end_of_the_turn_are_learnt(make_tokenizer, name, chat, pieces, adds_bos):
+def test_responses_and_the_end_of_the_turn_are_learnt(make_tokenizer, name, chat, expected, adds_bos):
+    """What is learnt stands between « and »."""
     found, tokens = encode(make_tokenizer(name, adds_bos=adds_bos), chat)
-    if adds_bos and not pieces[0].startswith("<s>"):
-        pieces = ["<s>" + pieces[0], *pieces[1:]]
-    assert found == pieces
-    assert tokens.count(0) == int(pieces[0].startswith("<s>"))
+    if adds_bos and not expected.startswith("<s>"):
+        expected = "<s>" + expected
+    assert found == re.split("[«»]", expected.removesuffix("»"))
+    assert tokens.count(0) == int(expected.startswith("<s>"))
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama2"])
@@ -250,14 +234,6 @@ def test_a_text_gets_one_bos_and_one_eos(make_tokenizer, adds_bos, text):
 def test_a_text_that_ends_in_another_special_token_still_gets_its_eos(make_tokenizer):
     _, tokens = encode(make_tokenizer(None), "the<|im_end|>")
     assert tokens[-2:] == [3, 1]
-
-
-def test_a_prompt_is_the_beginning_of_what_is_trained(make_tokenizer):
-    for name in ("chatml", "llama3", "llama2", "plain"):
-        tokenizer = make_tokenizer(name, adds_bos=True)
-        prompt = Encoder(tokenizer).encode_prompt(CHAT[:1])
-        _, tokens = encode(tokenizer, CHAT[:2])
-        assert tokens[: len(prompt)] == prompt
 
 
 def test_stop_tokens_are_eos_and_the_end_of_the_turn(make_tokenizer):

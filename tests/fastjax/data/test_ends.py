@@ -115,11 +115,7 @@ TURNS = {
 }
 
 
-def test_every_named_template_is_written_here():
-    assert set(TURNS) == set(NAMED_TEMPLATES)
-
-
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_named_templates(tokenizer, name):
     set_chat_template(tokenizer, name)
     before, end, after = TURNS[name]

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 
@@ -12,19 +11,14 @@ from tests.support.data import uncached
 MIXED = (("many", 10), ("few", 4))
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def chat(question, *answer):
     return {"messages": [{"role": "user", "content": question}, *({"role": "assistant", "content": a} for a in answer)]}
 
 
-def test_from_a_file_to_batches(tmp_path, make_tokenizer):
+def test_from_a_file_to_batches(write_rows, make_tokenizer):
     tokenizer = make_tokenizer("llama3", adds_bos=True)
     rows = [chat("what is the answer", "the answer"), {"text": "the user"}, chat("nothing"), chat("a" * 99, "b")]
-    dataset = prepare(write(tmp_path / "rows.jsonl", rows), tokenizer, 32)
+    dataset = prepare(write_rows("rows.jsonl", rows), tokenizer, 32)
     statistics = dataset.statistics
     assert (statistics.examples, statistics.documents, statistics.no_targets) == (4, 2, 2)
     assert statistics.slots == 32 * statistics.rows
@@ -41,12 +35,12 @@ def test_from_a_file_to_batches(tmp_path, make_tokenizer):
     np.testing.assert_array_equal(batch.targets[..., :-1][same], batch.tokens[..., 1:][same])
 
 
-def test_rows_in_memory(tmp_path, make_tokenizer):
+def test_rows_in_memory(write_rows, make_tokenizer):
     """As from their file: dicts, `datasets`' kinds, several sets, and a resumed stream of them."""
     datasets = pytest.importorskip("datasets")
     tokenizer = make_tokenizer(None)
     rows = [{"text": f"the user {n}" * (n + 1), "other": n or None} for n in range(6)]
-    file, table = write(tmp_path / "rows.jsonl", rows), datasets.Dataset.from_list(rows)
+    file, table = write_rows("rows.jsonl", rows), datasets.Dataset.from_list(rows)
     expected = prepare(file, tokenizer, 64).fingerprint
     for given in (rows, iter(rows), table, table.to_iterable_dataset(), [table], [table.select(range(2)), rows[2:]]):
         assert prepare(given, tokenizer, 64).fingerprint == expected
@@ -61,21 +55,19 @@ def test_rows_in_memory(tmp_path, make_tokenizer):
         prepare([3], tokenizer, 64)
 
 
-def test_nothing_to_train_on_is_an_error(tmp_path, make_tokenizer):
+def test_nothing_to_train_on_is_an_error(write_rows, make_tokenizer):
     tokenizer = make_tokenizer("llama3")
-    empty = write(tmp_path / "empty.jsonl", [])
+    empty = write_rows("empty.jsonl", [])
     with pytest.raises(DataError, match="empty.jsonl: no examples"):
         prepare(empty, tokenizer, 32)
-    unanswered = write(tmp_path / "unanswered.jsonl", [chat("a"), chat("b")])
+    unanswered = write_rows("unanswered.jsonl", [chat("a"), chat("b")])
     with pytest.raises(DataError, match="unanswered.jsonl: none of the 2 examples has a token to learn"):
         prepare(unanswered, tokenizer, 32)
 
 
-def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
+def test_data_sets_are_mixed_by_weight_and_repeated(write_rows, make_tokenizer):
     tokenizer = make_tokenizer(None)
-    files = [
-        write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(count)]) for name, count in MIXED
-    ]
+    files = [write_rows(f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(count)]) for name, count in MIXED]
     sources = [DataSource(str(file), weight=weight) for file, weight in zip(files, (1.0, 1.0), strict=True)]
 
     def texts(**options):
@@ -97,11 +89,11 @@ def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
     assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples{same}"]
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path, make_tokenizer):
+def test_what_is_held_out_is_not_trained_on(write_rows, tmp_path, make_tokenizer):
     """Two parts of all examples, each cached by itself."""
     tokenizer = make_tokenizer("llama3")
-    many = write(tmp_path / "many.jsonl", [chat("what is the answer", "a" * (n + 1)) for n in range(10)])
-    few = write(tmp_path / "few.jsonl", [chat("what is the answer", "b" * (n + 1)) for n in range(2)])
+    many = write_rows("many.jsonl", [chat("what is the answer", "a" * (n + 1)) for n in range(10)])
+    few = write_rows("few.jsonl", [chat("what is the answer", "b" * (n + 1)) for n in range(2)])
     options = {"cache_dir": str(tmp_path / "cache"), "packing": False}
     whole, train, held_out, again = (
         prepare([many, few], tokenizer, 64, uncached(val_set_size=size, **options), held_out=apart)
@@ -117,19 +109,19 @@ def test_what_is_held_out_is_not_trained_on(tmp_path, make_tokenizer):
     assert again.from_cache and again.fingerprint == held_out.fingerprint != train.fingerprint
 
 
-def test_the_largest_token_is_known_before_the_model_is(tmp_path, make_tokenizer):
+def test_the_largest_token_is_known_before_the_model_is(write_rows, make_tokenizer):
     tokenizer = make_tokenizer(None)
     tokenizer.add_tokens(["<|new|>"])
-    assert prepare(write(tmp_path / "a.jsonl", [{"text": "a"}]), tokenizer, 8).max_token_id < len(tokenizer) - 1
+    assert prepare(write_rows("a.jsonl", [{"text": "a"}]), tokenizer, 8).max_token_id < len(tokenizer) - 1
     # As the last token of a text cut short it is only ever a target.
     rows = [{"text": "a b"}, {"text": "a<|new|>"}]
-    assert prepare(write(tmp_path / "b.jsonl", rows), tokenizer, 8).max_token_id == len(tokenizer) - 1
+    assert prepare(write_rows("b.jsonl", rows), tokenizer, 8).max_token_id == len(tokenizer) - 1
 
 
-def test_a_named_template_stays_with_the_tokenizer(tmp_path, make_tokenizer):
+def test_a_named_template_stays_with_the_tokenizer(write_rows, tmp_path, make_tokenizer):
     tokenizer = make_tokenizer(None)
     rows = [{"prompt": "what is the user", "completion": "the answer"}]
-    as_text = prepare(write(tmp_path / "rows.jsonl", rows), tokenizer, 64)
+    as_text = prepare(write_rows("rows.jsonl", rows), tokenizer, 64)
     assert tokenizer.chat_template is None
     as_chat = prepare(tmp_path / "rows.jsonl", tokenizer, 64, uncached(chat_template="plain"))
     assert "Assistant:" in tokenizer.chat_template
@@ -151,9 +143,9 @@ def test_tokenizers_load_from_folders(tmp_path, make_tokenizer):
         load_tokenizer(tmp_path / "none")
 
 
-def test_preparing_data_imports_neither_jax_nor_torch(tmp_path, make_tokenizer):
+def test_preparing_data_imports_neither_jax_nor_torch(write_rows, tmp_path, make_tokenizer):
     make_tokenizer("chatml").save_pretrained(tmp_path)
-    path = write(tmp_path / "rows.jsonl", [chat("a", "b")])
+    path = write_rows("rows.jsonl", [chat("a", "b")])
     code = (
         "import sys; from fastjax.data import load_tokenizer, prepare;"
         f"prepare({str(path)!r}, load_tokenizer({str(tmp_path)!r}), 32);"

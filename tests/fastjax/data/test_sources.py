@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -32,39 +33,10 @@ def test_reads_several_files_one_after_the_other(tmp_path):
     assert [record.text for record in read_jsonl(paths)] == ["b.jsonl", "a.jsonl"]
 
 
-def test_a_tool_call_needs_no_content(tmp_path):
-    call = '{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}'
-    (record,) = read_jsonl(write(tmp_path, f'{{"messages": [{call}]}}'))
-    assert "content" not in record.messages[0]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "a"', r":2: not valid JSON at column \d+"),
-        (b'{"text": "\xff"}', ":2: not valid UTF-8 at byte 10"),
-        ("[1]", r":2: expected an object with messages, .* or input_ids, found \[1\]"),
-        ('{"prompt": "a", "answer": "b"}', ":2: expected the columns .*; the columns there are: prompt, answer"),
-        ('{"text": "a", "messages": []}', ":2: the columns of several kinds of example: messages, text; say which"),
-        ('{"text": 3}', ":2: 'text' must be a string, found 3"),
-        ('{"messages": []}', ":2: 'messages' must be a list that is not empty"),
-        ('{"messages": "hi"}', ":2: 'messages' must be a list"),
-        ('{"messages": [{"content": "a"}]}', r":2: messages\[0\]: expected an object with 'role' and 'content'"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', r":2: messages\[0\]: unknown role 'bot'; the roles are"),
-        ('{"messages": [{"role": "user"}]}', r":2: messages\[0\]: 'content' must be a string, found null"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', r"'content' must be a string, found \[\"a\"\]"),
-    ],
-)
-def test_what_is_wrong_is_named_with_file_and_line(tmp_path, line, message):
-    path = write(tmp_path, '{"text": "fine"}', line)
-    with pytest.raises(DataError, match=message) as caught:
+def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
+    path = write(tmp_path, '{"text": "fine"}', '{"text": 3}')
+    with pytest.raises(DataError, match=f"^{re.escape(str(path))}:2: 'text' must be a string, found 3"):
         list(read_jsonl(path))
-    assert str(caught.value).startswith(f"{path}:2: ")
-
-
-def test_a_missing_file_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        list(read_jsonl(tmp_path / "none.jsonl"))
 
 
 def texts(source, **options):

@@ -76,20 +76,6 @@ def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
         ChatTemplate.from_tokenizer(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("name", "responses"),
-    [
-        ("chatml", ["é\n<|im_end|>\n", "d<|im_end|>\n"]),
-        ("llama3", ["é<|eot_id|>", "d<|eot_id|>"]),
-        ("llama2", [" é\n</s>", " d</s>"]),
-        ("plain", ["é\n\n\n", "d\n\n"]),
-    ],
-)
-def test_responses_are_where_the_template_puts_them(make_tokenizer, name, responses):
-    (rendered,) = Conversation(ChatTemplate.from_tokenizer(make_tokenizer(name)), CHAT, "x").learnt()
-    assert [rendered.text[start:end] for start, end in rendered.responses] == responses
-
-
 def test_a_response_that_also_stands_in_the_question_is_not_confused(make_tokenizer):
     chat = [
         {"role": "user", "content": "d<|im_end|>\n<|im_start|>assistant\nd"},
