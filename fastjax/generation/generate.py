@@ -5,6 +5,7 @@ segment ids keep the padding out of attention.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,32 +66,32 @@ def generate(
             f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_seq_length "
             f"{model.max_seq_length}; load the model with a larger one"
         )
-    width = -(-longest // 32) * 32  # few distinct shapes, few compilations
+    tokens, lengths = _padded(prompts)
+    new = _generate(
+        model.graphdef,
+        model.trainable,
+        model.frozen,
+        tokens,
+        lengths,
+        jax.random.fold_in(jax.random.key(seed), first_row),
+        jnp.asarray(tuple(stop_tokens), jnp.int32),
+        max_new_tokens=max_new_tokens,
+        temperature=float(temperature),
+        top_k=top_k,
+        top_p=top_p,
+    )
+    ends = set(stop_tokens)
+    return [list(itertools.takewhile(lambda token: token not in ends, row)) for row in np.asarray(new).tolist()]
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
+    """Prompts padded on the left to few distinct widths, so to few compilations; and their lengths."""
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    width = -(-int(lengths.max()) // 32) * 32
     tokens = np.zeros((len(prompts), width), np.int32)
-    lengths = np.asarray([len(p) for p in prompts], np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[width - len(prompt) :] = prompt
-    new = np.asarray(
-        _generate(
-            model.graphdef,
-            model.trainable,
-            model.frozen,
-            tokens,
-            lengths,
-            jax.random.fold_in(jax.random.key(seed), first_row),
-            jnp.asarray(tuple(stop_tokens), jnp.int32),
-            max_new_tokens=max_new_tokens,
-            temperature=float(temperature),
-            top_k=top_k,
-            top_p=top_p,
-        )
-    )
-    stops = set(stop_tokens)
-    answers = []
-    for row in new.tolist():
-        end = next((i for i, token in enumerate(row) if token in stops), len(row))
-        answers.append(row[:end])
-    return answers
+    return tokens, lengths
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "temperature", "top_k", "top_p"))

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fastjax.data import Batches, Dataset, StreamedBatches, notes
 from fastjax.preview.render import counts, histogram, legend, mixture, show_row
-from fastjax.preview.view import first_rows, view_row
+from fastjax.preview.view import first_rows
 from fastjax.runs.datasets import RunData, load_run_data
 from fastjax.runs.opening import open_model
 from fastjax.training.config import TrainConfig
@@ -45,11 +45,10 @@ def _show_rows(data: RunData, count: int, tokenizer: "PreTrainedTokenizerFast", 
         sources["held out"] = Batches(data.held_out.rows, 1, shuffle=False)
     console.print(legend(console))
     for name, source in sources.items():
-        for row in first_rows(source, count):
+        for row in first_rows(source, count, tokenizer):
             where = f"{name}, step {row.step}, row {row.place}" if name == "train" else name
-            documents = view_row(row.tokens, row.targets, row.segment_ids, tokenizer, row.roles)
             console.print()
-            console.print(show_row(documents, len(row.tokens), where, row.origin, console))
+            console.print(show_row(row.documents, row.slots, where, row.origin, console))
 
 
 def _show_figures(known: dict[str, Dataset], console: Console) -> None:

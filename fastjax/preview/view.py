@@ -56,27 +56,24 @@ class FirstRow(NamedTuple):
         step: the step that trains on it, from 1.
         place: its place among the step's rows, as "2 of 8".
         origin: the places of its examples, for people.
-        tokens: its token ids.
-        targets: its targets.
-        segment_ids: its segment ids.
-        roles: of its documents, to a loss of preferences; None: there is no such.
+        slots: room for tokens in the row.
+        documents: its documents.
     """
 
     step: int
     place: str
     origin: str
-    tokens: Int32[np.ndarray, " S"]
-    targets: Int32[np.ndarray, " S"]
-    segment_ids: Int32[np.ndarray, " S"]
-    roles: Int32[np.ndarray, " D"] | None = None
+    slots: int
+    documents: list[DocumentView]
 
 
-def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
+def first_rows(batches: BatchSource, count: int, tokenizer: "PreTrainedTokenizerFast") -> Iterator[FirstRow]:
     """The first rows of a run, without rows of padding.
 
     Args:
         batches: its batches.
         count: rows at most; no more than an epoch has.
+        tokenizer: decodes the tokens.
 
     Yields:
         The rows, in the order of the steps.
@@ -85,14 +82,14 @@ def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
     for step, batch in enumerate(batches.from_step(0, batches.steps_per_epoch)):
         numbers = batches.row_numbers(step).ravel()
         rows = [array.reshape(len(numbers), -1) for array in (batch.tokens, batch.targets, batch.segment_ids)]
-        roles = batch.extra["roles"].reshape(len(numbers), -1) if "roles" in batch.extra else None
+        roles = batch.extra["roles"].reshape(len(numbers), -1) if "roles" in batch.extra else [None] * len(numbers)
         for place in np.flatnonzero(numbers >= 0).tolist():
             if found == count:
                 return
             origin = batches.describe_rows(numbers[place : place + 1])
-            own = None if roles is None else roles[place]
             tokens, targets, segment_ids = (array[place] for array in rows)
-            yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, tokens, targets, segment_ids, own)
+            documents = view_row(tokens, targets, segment_ids, tokenizer, roles[place])
+            yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, len(tokens), documents)
             found += 1
 
 
@@ -110,7 +107,7 @@ def view_row(
         targets: its targets.
         segment_ids: its segment ids.
         tokenizer: decodes the tokens.
-        roles: of its documents, as of `FirstRow`.
+        roles: of its documents, to a loss of preferences; None: there is no such.
     """
     special = np.array(sorted(_special_tokens(tokenizer)), np.int64)
     views = []

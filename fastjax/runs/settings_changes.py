@@ -44,45 +44,14 @@ CHOICE = "output.load_best_model_at_end"
 BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, by their full name: (old, new).
-
-    Args:
-        old: sections and keys.
-        new: the same.
-        prefix: of the names.
-    """
-    found = {}
-    for key in [*old, *(key for key in new if key not in old)]:
-        before, after = old.get(key), new.get(key)
-        if not prefix and all(isinstance(one, Mapping | None) for one in (before, after)):  # None: without that section
-            found |= differences(before or {}, after or {}, f"{key}.")
-        elif before != after:
-            found[prefix + key] = (before, after)
-    return found
-
-
-def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, with the defaults of those that the version that wrote them did not have.
-
-    Args:
-        settings: sections and keys.
-    """
-    defaults = default_settings()
-    return {
-        name: {**defaults.get(name, {}), **section} if isinstance(section, Mapping) else section
-        for name, section in {**dict.fromkeys(defaults, {}), **settings}.items()
-    }
-
-
-def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     """Settings that differ and that the result depends on.
 
     Args:
         old: sections and keys.
-        new: the same.
+        new: sections and keys.
     """
-    found = differences(with_defaults(old), with_defaults(new))
+    found = _differences(_flat(old), _flat(new))
     return {name: pair for name, pair in found.items() if name == CHOICE or not _among(name, FREE)}
 
 
@@ -103,16 +72,16 @@ def check_settings(
     Raises:
         ConfigError: settings that must be equal are not, all of them named.
     """
-    old = with_defaults(old)
-    told = {name: pair for name, pair in differences(old, new).items() if not _among(name, FREE)}
+    old, new = _flat(old), _flat(new)
+    told = {name: pair for name, pair in _differences(old, new).items() if not _among(name, FREE)}
     fixed = {name: pair for name, pair in told.items() if _among(name, FIXED)}
     rows = [
-        math.prod(int(_value(settings, name) or 1) for name in BATCH) * count
+        math.prod(int(settings.get(name) or 1) for name in BATCH) * count
         for settings, count in zip((old, new), replicas or (1, 1), strict=True)
     ]
     if rows[0] != rows[1]:
         fixed["the rows of a step"] = (rows[0], rows[1])
-    if replicas and replicas[0] != replicas[1] and _value(old, "parallel.gradient_exchange") not in (None, "float32"):
+    if replicas and replicas[0] != replicas[1] and old.get("parallel.gradient_exchange") not in (None, "float32"):
         fixed["the copies of the model, which hold what was rounded off of their gradients"] = replicas
     if fixed:
         raise ConfigError(
@@ -127,9 +96,18 @@ def listed(changes: Changes) -> str:
     return "; ".join(f"{name}: expected {shown(old)}, got {shown(new)}" for name, (old, new) in changes.items())
 
 
-def _value(settings: Mapping[str, Any], name: str) -> Any:
-    section, _, key = name.partition(".")
-    return settings.get(section, {}).get(key)
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their full names, with the defaults of those that the version that wrote them did not have."""
+    defaults, found = default_settings(), {}
+    for section in {**defaults, **settings}:
+        keys = {**defaults.get(section, {}), **(settings.get(section) or {})}
+        found |= {f"{section}.{key}": value for key, value in keys.items()}
+    return found
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = {**old, **new}
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
 def _among(name: str, keys: tuple[str, ...]) -> bool:

@@ -18,8 +18,7 @@ from fastjax.language_model.variants import with_start
 from fastjax.parallel import place, row_shardings
 from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
-from fastjax.planning.collectives import collectives
-from fastjax.runs.checkpointing import RunStep, memory_advice
+from fastjax.runs.checkpointing import memory_advice
 from fastjax.runs.context import FineTuned, Run
 from fastjax.runs.datasets import train_batches
 from fastjax.runs.identity import files_of
@@ -98,7 +97,7 @@ class TrainingRun:
             if is_primary():
                 stack.callback(reporting.write)
             timeout, rank = run.config.training.step_timeout, jax.process_index()
-            self.watchdog = Watchdog(timeout, run.folder.path, rank, rank_name(), lambda: told_collectives(run.step))
+            self.watchdog = Watchdog(timeout, run.folder.path, rank, rank_name())
             stack.enter_context(self.watchdog)
             profile = stack.enter_context(reporting.profile())
             stack.enter_context(memory_advice(run.step))
@@ -303,17 +302,6 @@ def _flops_per_token(run: Run) -> float | None:
     reference = run.loss is None and run.config.preferences.reference_in_step
     length = attended_length(lengths)
     return flops_per_token(run.model.config, run.model.trainable, length, reference=reference)
-
-
-def told_collectives(step: RunStep) -> str:
-    """The collectives of a step that was compiled before its first call, in words; "": it was not, or has none.
-
-    Args:
-        step: of the run.
-    """
-    choice, devices = step.choice, step.mesh.size
-    found = [] if choice is None or devices == 1 else collectives(choice.compiled.as_text(), devices)
-    return "a step has " + ", ".join(f"{one.kind} × {one.times}" for one in found) if found else ""
 
 
 def of_process(data: Dataset, mesh: Mesh | None, rows: int) -> Dataset:

@@ -2,7 +2,7 @@
 
 A collective waits for ever for a device that does not come: a process that died, a kernel that hangs, a disk that is
 gone. How long a step may take follows from the slowest of the last ones. The message names the step and what was waited
-for; Python's stacks show where. Which collective a device stands in nobody can ask it: those of the step are listed.
+for; Python's stacks show where.
 """
 
 import faulthandler
@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -27,14 +26,7 @@ _AT_MOST = 60.0
 class Watchdog(Observer):
     """A context in which each thing that is waited for must come in time."""
 
-    def __init__(
-        self,
-        timeout: float | None,
-        folder: Path,
-        rank: int,
-        name: str | None = None,
-        facts: Callable[[], str] = lambda: "",
-    ):
+    def __init__(self, timeout: float | None, folder: Path, rank: int, name: str | None = None):
         """Make it; the thread begins with the context.
 
         Args:
@@ -42,10 +34,8 @@ class Watchdog(Observer):
             folder: gets `stacks-RANK.txt`.
             rank: of the process.
             name: of the process, for the message; None: it is the only one.
-            facts: one more sentence for the message, found when it is needed; empty: none.
         """
         self._timeout, self._file, self._name = timeout, folder / f"stacks-{rank}.txt", name
-        self._facts = facts
         self._waits: tuple[float, str, float | None] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastjax-watchdog", daemon=True)
@@ -84,8 +74,7 @@ class Watchdog(Observer):
                 self._end(f"{limit:.4g} s ({why}) for {what}")
 
     def _end(self, waited: str) -> None:
-        where = "" if self._name is None else f"{self._name}: "
-        message = f"{where}waited {waited}"
+        message = f"{'' if self._name is None else f'{self._name}: '}waited {waited}"
         stderr = sys.__stderr__ or sys.stderr
         faulthandler.dump_traceback_later(_AT_MOST, exit=True, file=stderr)
         try:
@@ -95,7 +84,5 @@ class Watchdog(Observer):
             with open(self._file, "w", encoding="utf-8") as file:
                 print(message, file=file, flush=True)
                 faulthandler.dump_traceback(file)
-            if facts := self._facts():
-                print(f"fastjax: {where}{facts}", file=stderr, flush=True)
         finally:
             os._exit(STATUS)
