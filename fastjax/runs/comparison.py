@@ -1,13 +1,10 @@
 """The logits of two models on the same texts: the effect of a conversion on a model's answers."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerFast
 
@@ -20,8 +17,8 @@ from fastjax.execution.opening import OpenModel, open_pretrained
 from fastjax.execution.options import LoadOptions
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.loading import load_pretrained
+from fastjax.language_model.logits import logits
 from fastjax.language_model.variants import with_fake_quantization
-from fastjax.models.decoder import lm_logits
 
 
 class LogitDifference(NamedTuple):
@@ -126,19 +123,13 @@ def _difference(one: Float[np.ndarray, "N V"], two: Float[np.ndarray, "N V"], ro
 
 def _logits(model: LanguageModel, tokens: Sequence[int]) -> Float[np.ndarray, "S V"]:
     """The logits after each token of a text; texts of similar length share a compiled program."""
-    width = -(-len(tokens) // 64) * 64
+    width = min(-(-len(tokens) // 64) * 64, model.max_seq_length)
     padded, segments = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
     padded[0, : len(tokens)], segments[0, : len(tokens)] = tokens, 1
     positions = np.arange(width, dtype=np.int32)[None] * segments
-    return np.asarray(_run(model.graphdef, model.trainable, model.frozen, padded, positions, segments))[: len(tokens)]
+    return np.asarray(logits(model, padded, segment_ids=segments, positions=positions))[0, : len(tokens)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(graphdef, trainable, frozen, tokens, positions, segments):
-    decoder = nnx.merge(graphdef, trainable, frozen)
-    return lm_logits(decoder.lm_head, decoder(tokens, positions, segments))[0]
-
-
-def _log_softmax(logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, "N V"]:
-    shifted = logits - logits.max(axis=1, keepdims=True)
+def _log_softmax(scores: Float[np.ndarray, "N V"]) -> Float[np.ndarray, "N V"]:
+    shifted = scores - scores.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

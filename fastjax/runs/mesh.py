@@ -11,6 +11,7 @@ from fastjax.execution.execution import Execution
 from fastjax.execution.opening import OpenModel
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.parallel.checks import check_exchange, check_mesh
+from fastjax.runs.opening import within
 from fastjax.training.config import ParallelSection, TrainConfig
 
 
@@ -41,7 +42,8 @@ def check_model(config: TrainConfig, opened: OpenModel, shapes: tuple[MeshShape,
         if shape.tensor > 1 and config.training.qat is not None:
             raise ConfigError(f"parallel.tensor: expected 1 with training.qat, got {shape.tensor}")
         if shape.tensor > 1:
-            Execution.of(config.model, opened.config).without_chunks(f"tensor {shape.tensor}")
+            with within("model", config.model):
+                Execution.of(config.model, opened.config).without_chunks(f"tensor {shape.tensor}")
         sections = {
             "model.offload_embedding": config.model.offload_embedding,
             "model.offload_layers": config.model.offload_layers,

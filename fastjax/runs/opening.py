@@ -38,7 +38,7 @@ def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
         ConvertError: what is wrong with their folders.
     """
     source = located(config, "model.model_name", weights=weights)
-    with _within("model", config.model):
+    with within("model", config.model):
         opened = open_folder(source, config.model, weights=weights or source.name is None)
     return _with_adapter(config, opened, weights)
 
@@ -58,7 +58,7 @@ def open_shapes(config: TrainConfig) -> OpenModel:
     """
     source = located(config, "model.model_name", weights=False)
     there = source.name is None and any(any(source.folder.glob(pattern)) for pattern in WEIGHT_FILES)
-    with _within("model", config.model):
+    with within("model", config.model):
         opened = open_folder(source, config.model, weights=there, tokenizer=False)
     return _with_adapter(config, opened, True)
 
@@ -70,7 +70,7 @@ def _with_adapter(config: TrainConfig, opened: OpenModel, weights: bool) -> Open
         return dataclasses.replace(opened, adapter=_open_adapter(config, opened, weights))
     trained = _trained_config(config, opened)
     if not config.model.full_finetuning:
-        with _within("lora", config.lora):
+        with within("lora", config.lora):
             fresh_adapter(trained, config.lora, opened.new_token_ids)
     return opened
 
@@ -131,8 +131,13 @@ def _open_adapter(config: TrainConfig, opened: OpenModel, weights: bool) -> Open
 
 
 @contextlib.contextmanager
-def _within(name: str, section: object) -> Iterator[None]:
-    """Name the section in an error that begins with one of its keys."""
+def within(name: str, section: object) -> Iterator[None]:
+    """Name the section in an error that begins with one of its keys.
+
+    Args:
+        name: of the section.
+        section: the section.
+    """
     try:
         yield
     except ConfigError as error:

@@ -70,7 +70,7 @@ def test_the_adapter_of_a_model_from_the_hub_names_its_commit(tmp_path, monkeypa
     from convert.hub import Source
 
     folder = tiny.shared_folder(tie_word_embeddings=True)
-    monkeypatch.setattr("fastjax.language_model.loading.fetch", lambda name, revision: Source(folder, name, "1" * 40))
+    monkeypatch.setattr("fastjax.execution.opening.fetch", lambda name, revision: Source(folder, name, "1" * 40))
     model, _ = FastLanguageModel.from_pretrained("org/tiny", dtype="float32", max_seq_length=64, load_in_4bit=False)
     adapter = FastLanguageModel.get_peft_model(model, r=2).lora
     assert (adapter.base_model_name_or_path, adapter.revision) == ("org/tiny", "1" * 40)
