@@ -41,15 +41,15 @@ def largest_arrays(text: str, count: int) -> list[LargeArray]:
         text: `compiled.as_text()`.
         count: at most so many.
     """
-    found: dict[str, LargeArray] = {}
+    arrays: dict[str, LargeArray] = {}
     parts: dict[tuple[str, str, int], str] = {}
     for kernel in kernels(text):
         for type_ in _ON_DEVICE.findall(kernel.result):
             whole = size(type_)
-            found.setdefault(type_, LargeArray(type_, _short(kernel.scope), whole))
+            arrays.setdefault(type_, LargeArray(type_, _short(kernel.scope), whole))
             if kernel.times > 1 and not any(copied in kernel.scope for copied in _COPIES):
                 parts.setdefault((*_ends(type_), whole * kernel.times), _short(kernel.scope))
-    largest = sorted(found.values(), key=lambda array: -array.bytes)[:count]
+    largest = sorted(arrays.values(), key=lambda array: -array.bytes)[:count]
     # What a loop stacks begins as zeros, and is named by what each turn puts into it.
     return [one._replace(scope=parts.get((*_ends(one.type), one.bytes), one.scope)) for one in largest]
 

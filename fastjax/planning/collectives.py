@@ -45,33 +45,33 @@ def collectives(text: str, devices: int) -> list[Collective]:
         text: `compiled.as_text()`.
         devices: that run it.
     """
-    found: dict[str, Collective] = {}
-    for one, times in instructions(text):
-        kind, sent, moved = one.kind.removesuffix("-start"), None, 0
+    by_kind: dict[str, Collective] = {}
+    for instruction, times in instructions(text):
+        kind, sent, moved = instruction.kind.removesuffix("-start"), None, 0
         if kind in KINDS:
-            sent = _sent(kind, one, devices)
-        elif reads := shared_reads(one):
+            sent = _sent(kind, instruction, devices)
+        elif reads := shared_reads(instruction):
             kind, sent, moved = READ, reads.sent, reads.moved
         if sent is not None:
-            before = found.get(kind, Collective(kind, 0, 0.0))
+            before = by_kind.get(kind, Collective(kind, 0, 0.0))
             sent, moved = before.sent + times * sent, before.moved + times * moved
-            found[kind] = Collective(kind, before.times + times, sent, moved)
-    return sorted(found.values(), key=lambda collective: -collective.sent)
+            by_kind[kind] = Collective(kind, before.times + times, sent, moved)
+    return sorted(by_kind.values(), key=lambda collective: -collective.sent)
 
 
-def link_seconds(found: Sequence[Collective], card: Card) -> float:
+def link_seconds(traffic: Sequence[Collective], card: Card) -> float:
     """Seconds that collectives take on the link of a host's cards, one after the other.
 
     What kernels read takes what is above their time by the roofline: decoding writes four times as much meanwhile.
 
     Args:
-        found: of `collectives`.
+        traffic: of `collectives`.
         card: the card.
     """
     seconds = 0.0
-    for one in found:
-        alone = one.sent / ((READ_SHARE if one.kind == READ else LINK_SHARE) * card.link_bandwidth)
-        seconds += max(0.0, alone - one.moved / (BANDWIDTH_SHARE * card.bandwidth))
+    for collective in traffic:
+        alone = collective.sent / ((READ_SHARE if collective.kind == READ else LINK_SHARE) * card.link_bandwidth)
+        seconds += max(0.0, alone - collective.moved / (BANDWIDTH_SHARE * card.bandwidth))
     return seconds
 
 
@@ -102,12 +102,12 @@ def _group(rest: str, devices: int) -> int:
 
     Groups are {{0,1},{2,3}}, [groups,devices]<=…, or a mesh's axes: mesh['data'=2,'fsdp'=4] {'fsdp'}.
     """
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # of a part of an axis the size follows
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])  # of a part of an axis the size follows
         return math.prod(int(part or sizes[axis]) for axis, part in parts)
     return devices

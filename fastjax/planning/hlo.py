@@ -143,9 +143,9 @@ def size(shape: str) -> int:
     Args:
         shape: as "(bf16[4,2048]{1,0}, s32[])".
     """
-    found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return math.ceil(
-        sum(math.prod(map(int, filter(None, dims.split(",")))) * _BYTES.get(kind, 0) for kind, dims in found)
+        sum(math.prod(map(int, filter(None, dims.split(",")))) * _BYTES.get(kind, 0) for kind, dims in arrays)
     )
 
 
@@ -157,9 +157,9 @@ def _read(text: str) -> tuple[dict[str, list[Instruction]], str]:
         if line[:1] not in (" ", "}", "") and (header := _HEADER.match(line)):
             current = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
-        elif line[:1] == " " and (found := _INSTRUCTION.match(line)):
-            name, shape, *rest = found.groups()[1:]
-            current.append(Instruction(bool(found[1]), name, _made(shape), *rest))
+        elif line[:1] == " " and (match := _INSTRUCTION.match(line)):
+            name, shape, *rest = match.groups()[1:]
+            current.append(Instruction(bool(match[1]), name, _made(shape), *rest))
     return computations, entry
 
 
@@ -168,10 +168,10 @@ def _made(shape: str) -> str:
     if not shape.startswith("(("):
         return shape
     depth = 0
-    for place, character in enumerate(shape[1:], 1):
+    for end, character in enumerate(shape[1:], 1):
         depth += (character == "(") - (character == ")")
         if not depth:
-            return f"({shape[place + 1 :].lstrip(', ')}"
+            return f"({shape[end + 1 :].lstrip(', ')}"
     return shape
 
 
@@ -270,8 +270,8 @@ def _flops(given: tuple[Instruction, list[str]]) -> float:
 @functools.cache
 def _dims(shape: str) -> tuple[int, ...]:
     """Dimensions of an array, of a tuple's first one."""
-    found = re.search(r"\w+\[([\d,]*)\]", shape)
-    return tuple(map(int, filter(None, found[1].split(",")))) if found else ()
+    match = re.search(r"\w+\[([\d,]*)\]", shape)
+    return tuple(map(int, filter(None, match[1].split(",")))) if match else ()
 
 
 def _elements(shape: str) -> int:
@@ -280,4 +280,4 @@ def _elements(shape: str) -> int:
 
 def _plain(shape: str) -> str:
     """A type without comments, and of layouts with nothing but the host's memory space."""
-    return re.sub(r"\{[^}]*\}|/\*[^/]*\*/", lambda found: IN_HOST if "S(5)" in found[0] else "", shape)
+    return re.sub(r"\{[^}]*\}|/\*[^/]*\*/", lambda match: IN_HOST if "S(5)" in match[0] else "", shape)

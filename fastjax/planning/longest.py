@@ -32,39 +32,41 @@ class LongestRow(NamedTuple):
 
 
 def longest_row(
-    measure: Callable[[int], StepMemory], room: MemoryLimits, positions: int, parts: int = 1
+    measure: Callable[[int], StepMemory], limits: MemoryLimits, positions: int, parts: int = 1
 ) -> LongestRow | None:
     """Search for the longest row; None: the shortest one tried does not fit.
 
     Args:
         measure: compiles the step of rows of so many tokens.
-        room: what it may take.
+        limits: what it may take.
         positions: the most tokens that a row may have.
         parts: of equal size, that a row is cut into.
     """
     positions -= positions % parts
-    found: dict[int, StepMemory] = {}
+    measured: dict[int, StepMemory] = {}
     fits, fails, length = 0, positions + 1, _rounded(_START, positions, parts)
-    while fits < length < fails and len(found) < _MOST and (not fits or length - fits > _CLOSE * fits):
-        found[length] = measure(length)
-        if room.holds(found[length]):
+    while fits < length < fails and len(measured) < _MOST and (not fits or length - fits > _CLOSE * fits):
+        measured[length] = measure(length)
+        if limits.holds(measured[length]):
             fits = length
         else:
             fails = length
-        length = _next(found, room, positions, parts, fits, fails)
+        length = _next(measured, limits, positions, parts, fits, fails)
     if not fits:
         return None
     if fits == positions:
-        return LongestRow(fits, found[fits], "positions")
-    aims = _aims(found, room, fits)
-    return LongestRow(fits, found[fits], min(aims, key=aims.__getitem__))
+        return LongestRow(fits, measured[fits], "positions")
+    aims = _aims(measured, limits, fits)
+    return LongestRow(fits, measured[fits], min(aims, key=aims.__getitem__))
 
 
-def _next(found: dict[int, StepMemory], room: MemoryLimits, positions: int, parts: int, fits: int, fails: int) -> int:
+def _next(
+    measured: dict[int, StepMemory], limits: MemoryLimits, positions: int, parts: int, fits: int, fails: int
+) -> int:
     """The length to try next, between those that fit and those that do not."""
-    if len(found) == 1:
+    if len(measured) == 1:
         return _rounded(fits * _FACTOR if fits else fails / _FACTOR, positions, parts)
-    length = min(_aims(found, room, fits).values())
+    length = min(_aims(measured, limits, fits).values())
     if fails > positions:
         return _rounded(length, positions, parts)
     if not fits:
@@ -72,15 +74,15 @@ def _next(found: dict[int, StepMemory], room: MemoryLimits, positions: int, part
     return min(_rounded(length, positions, parts), fails - math.lcm(_SHORT, parts))
 
 
-def _aims(found: dict[int, StepMemory], room: MemoryLimits, fits: int) -> dict[str, float]:
+def _aims(measured: dict[int, StepMemory], limits: MemoryLimits, fits: int) -> dict[str, float]:
     """Where lines through the two lengths around the longest that fits meet the limits, by what they limit."""
-    known = sorted(found)
-    place = max(1, min(known.index(fits) + 1, len(known) - 1)) if fits else 1
-    first, second = known[place - 1], known[place]
+    known = sorted(measured)
+    index = max(1, min(known.index(fits) + 1, len(known) - 1)) if fits else 1
+    first, second = known[index - 1], known[index]
 
     def aim(name: str) -> float:
-        start, limit = getattr(found[first], name), getattr(room, name)
-        slope = (getattr(found[second], name) - start) / (second - first)
+        start, limit = getattr(measured[first], name), getattr(limits, name)
+        slope = (getattr(measured[second], name) - start) / (second - first)
         return first + (limit - start) / slope if slope > 0 else float("inf")
 
     return {name: aim(name) for name in ("device", "host")}

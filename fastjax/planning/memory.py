@@ -32,13 +32,17 @@ class StepMemory(NamedTuple):
         Args:
             compiled: of `jax.stages`.
         """
-        found = compiled.memory_analysis()
-        fresh = max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
-        kept = found.host_argument_size_in_bytes + found.host_output_size_in_bytes - found.host_alias_size_in_bytes
+        analysis = compiled.memory_analysis()
+        fresh = max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+        kept_in_host = (
+            analysis.host_argument_size_in_bytes
+            + analysis.host_output_size_in_bytes
+            - analysis.host_alias_size_in_bytes
+        )
         return cls(
-            found.argument_size_in_bytes,
-            found.temp_size_in_bytes + fresh + found.generated_code_size_in_bytes,
-            kept + found.host_temp_size_in_bytes,
+            analysis.argument_size_in_bytes,
+            analysis.temp_size_in_bytes + fresh + analysis.generated_code_size_in_bytes,
+            kept_in_host + analysis.host_temp_size_in_bytes,
         )
 
 

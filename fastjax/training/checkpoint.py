@@ -81,8 +81,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, the newest first."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((int(f.name) for f in found if f.name.isdecimal() and f.is_dir()), reverse=True)
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((int(f.name) for f in folders if f.name.isdecimal() and f.is_dir()), reverse=True)
 
     def save(self, state: Any, progress: Progress) -> None:
         """Copy a state, to be written in the background from `begin` on; one write at a time.
@@ -178,19 +178,19 @@ class Checkpoints:
             Unreadable: it is damaged.
         """
         where = self.folder / str(step)
-        found = read_metadata(where)
-        if found["format"] not in range(UNCHECKED_FORMAT, FORMAT + 1):
+        metadata = read_metadata(where)
+        if metadata["format"] not in range(UNCHECKED_FORMAT, FORMAT + 1):
             raise ConfigError(
-                f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was "
+                f"{where}: expected a checkpoint of format {FORMAT} or before, got {metadata['format']}; it was "
                 "written by another version of fastjax"
             )
         try:
-            named = Progress(**found["progress"]).step
+            named = Progress(**metadata["progress"]).step
         except (LookupError, TypeError) as error:  # of the format without a checksum
             raise Unreadable(where, f"{METADATA} is damaged: {error!r}") from error
         if named != step:
             raise Unreadable(where, f"{METADATA} is damaged: it is of step {named}")
-        return found
+        return metadata
 
     def load(self, step: int, like: Any, field: str | None = None) -> Any:
         """Read the state of a checkpoint, or one field of it.
@@ -239,10 +239,10 @@ class Checkpoints:
         def check(name: str, array: np.ndarray) -> str | None:
             return None if metadata["format"] == UNCHECKED_FORMAT else mismatch(array, checksums.get(name))
 
-        error, found = None, {}
+        error, stored = None, {}
         try:
             earlier = metadata["format"] < FORMAT
-            found = read_arrays(folder, _described(arrays), regions, placed, check if earlier else None)
+            stored = read_arrays(folder, _described(arrays), regions, placed, check if earlier else None)
         except Unreadable as caught:
             error = caught
         damaged = told("restore", "" if error is None else str(error))
@@ -251,7 +251,7 @@ class Checkpoints:
         for rank, reason in enumerate(damaged):
             if reason:
                 raise Unreadable(folder, f"rank {rank} finds it damaged")
-        return found
+        return stored
 
     def _retire(self, progress: Progress) -> None:
         """Delete checkpoints that are neither among the newest nor the best.
@@ -272,13 +272,13 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Copies that survive the donation of the original arrays to a step."""
     if jax.default_backend() == "cpu":
         return {name: np.array(array) for name, array in arrays.items()}
-    held = {name: np.array(array) for name, array in arrays.items() if in_host_memory(array)}
-    arrays = {name: array for name, array in arrays.items() if name not in held}
+    in_host = {name: np.array(array) for name, array in arrays.items() if in_host_memory(array)}
+    arrays = {name: array for name, array in arrays.items() if name not in in_host}
     stats = jax.local_devices()[0].memory_stats() or {}
     room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # unused by every step so far
     if sum(array.nbytes for array in arrays.values()) < room:
-        return _copy_on_device(arrays) | held
-    return jax.device_get(arrays) | held
+        return _copy_on_device(arrays) | in_host
+    return jax.device_get(arrays) | in_host
 
 
 def named_arrays(state: Any) -> dict[str, jax.Array]:
@@ -309,11 +309,11 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _check(wanted: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]], where: Path) -> None:
+def _check(wanted: Mapping[str, Sequence[Any]], stored: Mapping[str, Sequence[Any]], where: Path) -> None:
     problems = [
-        f"{name}: expected {_show(wanted.get(name))}, got {_show(found.get(name))}"
-        for name in [*wanted, *(name for name in found if name not in wanted)]
-        if list(wanted.get(name, ())) != list(found.get(name, ()))
+        f"{name}: expected {_show(wanted.get(name))}, got {_show(stored.get(name))}"
+        for name in [*wanted, *(name for name in stored if name not in wanted)]
+        if list(wanted.get(name, ())) != list(stored.get(name, ()))
     ]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -52,16 +52,16 @@ def with_parts(wanted: Mapping[str, Any], parts: Mapping[str, Sequence[str]]) ->
         wanted: arrays by name, with shapes, dtypes and places.
         parts: of `apart`.
     """
-    found = {}
+    arrays = {}
     for name, array in wanted.items():
         if name not in parts:
-            found[name] = array
+            arrays[name] = array
             continue
-        place = array.sharding
-        if isinstance(place, NamedSharding):
-            place = NamedSharding(place.mesh, P(*place.spec[1:]), memory_kind=place.memory_kind)
-        found |= dict.fromkeys(parts[name], jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=place))
-    return found
+        sharding = array.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+        arrays |= dict.fromkeys(parts[name], jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=sharding))
+    return arrays
 
 
 def with_stacks(

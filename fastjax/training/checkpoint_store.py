@@ -90,17 +90,17 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         Unreadable: they are missing, or do not match their checksum. Those of format 1 have none.
     """
     try:
-        found = json.loads((folder / METADATA).read_bytes())["custom_metadata"]
-        expected, unchecked = found.get("checksum"), found.get("format") == UNCHECKED_FORMAT
+        metadata = json.loads((folder / METADATA).read_bytes())["custom_metadata"]
+        expected, unchecked = metadata.get("checksum"), metadata.get("format") == UNCHECKED_FORMAT
     except FileNotFoundError as error:
         raise Unreadable(folder, f"{METADATA} is missing") from error
     except OSError as error:
         raise Unreadable(folder, f"{METADATA}: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(folder, f"{METADATA} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
-    if not (unchecked and expected is None) and expected != (given := seal(found)):
+    if not (unchecked and expected is None) and expected != (given := seal(metadata)):
         raise Unreadable(folder, f"{METADATA} is damaged: expected the checksum {expected}, got {given}")
-    return found
+    return metadata
 
 
 def read_arrays(

@@ -34,16 +34,16 @@ def finite_or_kept(finite: Bool[Array, ""], updated: Any, state: Any) -> Any:
     for index, (path, leaf) in enumerate(leaves):
         alone = leaf.size >= _LARGE and not in_host_memory(old[index])
         groups.setdefault(_weight(path) if alone else None, []).append(index)
-    found: list[Any] = [None] * len(leaves)
+    chosen: list[Any] = [None] * len(leaves)
     for weight, members in groups.items():
         for index in members:
             new = leaves[index][1]
-            found[index] = new if in_host_memory(old[index]) else jnp.where(finite, new, old[index])
+            chosen[index] = new if in_host_memory(old[index]) else jnp.where(finite, new, old[index])
         if weight is not None:
-            finite, *kept = jax.lax.optimization_barrier((finite, *(found[index] for index in members)))
-            for index, leaf in zip(members, kept, strict=True):
-                found[index] = leaf
-    return structure.unflatten(found)
+            finite, *ordered = jax.lax.optimization_barrier((finite, *(chosen[index] for index in members)))
+            for index, leaf in zip(members, ordered, strict=True):
+                chosen[index] = leaf
+    return structure.unflatten(chosen)
 
 
 def _weight(path: tuple[Any, ...]) -> tuple[Any, ...]:

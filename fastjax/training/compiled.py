@@ -93,10 +93,10 @@ class OnMesh:
         def placed(state: Any, frozen: Any, batch: Batch) -> Any:
             places = self.shardings(state, frozen, batch)
             results = function(*jax.tree.map(jax.lax.with_sharding_constraint, (state, frozen, batch), places))
-            found = jax.tree.map(lambda _: NamedSharding(mesh, P()), results)
+            result_places = jax.tree.map(lambda _: NamedSharding(mesh, P()), results)
             if updates:
-                found = places[0], found[1]
-            return jax.tree.map(jax.lax.with_sharding_constraint, results, found)
+                result_places = places[0], result_places[1]
+            return jax.tree.map(jax.lax.with_sharding_constraint, results, result_places)
 
         self.jitted = jit(placed)
 
@@ -161,9 +161,9 @@ def reproducible(deterministic: bool, folder: Path) -> dict[str, Any] | None:
     """
     if not deterministic or jax.default_backend() != "gpu":
         return None
-    kept = folder / KERNELS
-    kept.mkdir(parents=True, exist_ok=True)
+    kernels = folder / KERNELS
+    kernels.mkdir(parents=True, exist_ok=True)
     return {
         **DETERMINISTIC,
-        "xla_gpu_per_fusion_autotune_cache_dir": str(kept.absolute()),
+        "xla_gpu_per_fusion_autotune_cache_dir": str(kernels.absolute()),
     }

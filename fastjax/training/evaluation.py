@@ -48,16 +48,18 @@ def run_evaluation(
             if len(called) > AHEAD:
                 jax.block_until_ready(called[-1 - AHEAD])
                 heard()
-        found: list[LossSums] = jax.device_get(called)
-    loss = sum(float(sums.loss_sum) for sums in found)
+        batch_sums: list[LossSums] = jax.device_get(called)
+    loss = sum(float(sums.loss_sum) for sums in batch_sums)
     totals: dict[str, Any] = {}
-    if found:
-        totals = jax.tree.map(lambda *parts: sum(map(float, parts)), *(dict(sums.metrics) for sums in found))
-    weights = [float(sums.weight) for sums in found if sums.weight is not None]
+    if batch_sums:
+        totals = jax.tree.map(lambda *parts: sum(map(float, parts)), *(dict(sums.metrics) for sums in batch_sums))
+    weights = [float(sums.weight) for sums in batch_sums if sums.weight is not None]
     weight = sum(weights) if weights else totals.get("num_targets", 0.0)
     if not weight:
         raise TrainingError("the evaluation rows hold no token to predict; expected at least one")
     targets, correct = (int(totals.pop(name, 0)) for name in COUNTS)
     means = {name: tuple(total) if isinstance(total, Mean) else (total, weight) for name, total in totals.items()}
-    own: dict[str, Any] = {f"eval_{name}": total / each if each else math.nan for name, (total, each) in means.items()}
-    return Evaluation(loss / weight, correct / max(1, targets), targets, own)
+    measurements: dict[str, Any] = {
+        f"eval_{name}": total / each if each else math.nan for name, (total, each) in means.items()
+    }
+    return Evaluation(loss / weight, correct / max(1, targets), targets, measurements)

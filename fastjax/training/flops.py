@@ -86,19 +86,19 @@ def flops_per_token(config: ModelConfig, trainable: Any, document_length: float,
         document_length: as for `step_flops`.
         reference: as for `step_flops`.
     """
-    found = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
-    leaves = [(leaf, round(size * _chosen(config)) if leaf.of_experts else size) for leaf, size in found]
+    sized = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
+    leaves = [(leaf, round(size * _chosen(config)) if leaf.of_experts else size) for leaf, size in sized]
     adapter = sum(size for leaf, size in leaves if leaf.kind in ("lora_A", "lora_B"))
-    own = sum(size for leaf, size in leaves if leaf.kind in ("matrix", "experts", "router", "gate", "table"))
+    trained = sum(size for leaf, size in leaves if leaf.kind in ("matrix", "experts", "router", "gate", "table"))
     # An embedding is looked up, not multiplied, unless it is the head as well.
     tables = {leaf.keys[0]: size for leaf, size in leaves if leaf.kind == "table"}
     if not config.tie_word_embeddings or HEAD in tables:
-        own -= tables.get(EMBEDDING, 0)
+        trained -= tables.get(EMBEDDING, 0)
     return step_flops(
         config,
         tokens=1,
         document_length=document_length,
         adapter_parameters=adapter,
-        trained_parameters=own,
+        trained_parameters=trained,
         reference=reference,
     )

@@ -88,14 +88,14 @@ class StepGradient:
         if state.feedback is None and self.gradient_exchange != "float32":
             raise ValueError(f"state: expected feedback, of init_state with {self.gradient_exchange!r}, got none")
 
-        def own(state: Any, kept: Feedback | None, frozen: Any, batch: Batch, targets: Array) -> Any:
+        def of_replica(state: Any, feedback: Feedback | None, frozen: Any, batch: Batch, targets: Array) -> Any:
             state = state._replace(key=jax.random.fold_in(state.key, batch_part()))
             grads, *sums = self._mean(state, frozen, batch, targets, lambda sums: jax.lax.psum(sums, BATCH))
-            if kept is None:
+            if feedback is None:
                 grads = jax.lax.psum(grads, BATCH)
             else:
-                grads, kept = exchange(grads, kept, self.gradient_exchange, BATCH)
-            return grads, *sums, kept
+                grads, feedback = exchange(grads, feedback, self.gradient_exchange, BATCH)
+            return grads, *sums, feedback
 
         whole, parts, shards = P(), P(BATCH), P()
         if self.mesh is not None and self.mesh.shape["fsdp"] > 1:
@@ -103,7 +103,7 @@ class StepGradient:
             shards = jax.tree.map(lambda place: place.spec, weight_shardings(frozen, config, self.mesh))
         places = (whole, parts, shards, P(None, BATCH), whole), (whole, whole, whole, parts)
         # An island: gradients are summed where they are sent, and not layer by layer beside the backward pass.
-        island = local(own, *places, mesh=self.mesh)
+        island = local(of_replica, *places, mesh=self.mesh)
         return island(state._replace(feedback=None), state.feedback, frozen, batch, targets)
 
     def of_microbatch(
@@ -128,9 +128,9 @@ class StepGradient:
             return mean if factor is None else mean * factor, sums
 
         def gradient(number: Array, rows: Batch) -> tuple[Any, LossSums]:
-            found, sums = jax.grad(microbatch_loss, has_aux=True)(state.trainable, number, rows)
+            grads, sums = jax.grad(microbatch_loss, has_aux=True)(state.trainable, number, rows)
             config = nnx.merge(self.graphdef, state.trainable, frozen).config
-            return scattered(found, logical_axes(found, config)), sums
+            return scattered(grads, logical_axes(grads, config)), sums
 
         return gradient
 

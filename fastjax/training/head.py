@@ -38,13 +38,13 @@ def head_cross_entropy(
         z_loss: factor of the square of the logits' logsumexp, which is added.
     """
 
-    def own(*arguments: Any) -> CrossEntropy:
+    def device_sums(*arguments: Any) -> CrossEntropy:
         sums = chunked_cross_entropy(*arguments, **options, label_smoothing=label_smoothing, z_loss=z_loss)
         return jax.tree.map(lambda total: jnp.asarray(total)[None], sums)
 
     project, trained, frozen, options = _head(model, trainable_filter, hidden, chunk_size)
     rows = rows_split(len(targets))
-    island = local(lambda *arrays: own(project, *arrays), in_specs=(P(), P(), rows, rows), out_specs=SHARES)
+    island = local(lambda *arrays: device_sums(project, *arrays), in_specs=(P(), P(), rows, rows), out_specs=SHARES)
     return jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(trained, frozen, hidden, targets))
 
 

@@ -127,9 +127,9 @@ def non_finite_rows(probe: Callable[[Batch], Any], batch: Batch) -> list[tuple[i
     Returns:
         (microbatch, row) of each row whose loss or gradient is not finite.
     """
-    found = []
-    for place in np.ndindex(*np.shape(batch.tokens)[:2]):
-        row = jax.tree.map(lambda array, place=place: np.asarray(array)[place][None, None], batch)
+    broken = []
+    for index in np.ndindex(*np.shape(batch.tokens)[:2]):
+        row = jax.tree.map(lambda array, index=index: np.asarray(array)[index][None, None], batch)
         if not np.all(np.isfinite(np.asarray(jax.device_get(probe(row)), np.float64))):
-            found.append((int(place[0]), int(place[1])))
-    return found
+            broken.append((int(index[0]), int(index[1])))
+    return broken

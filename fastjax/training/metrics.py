@@ -118,12 +118,12 @@ class Evaluation(NamedTuple):
             row: `row`'s, or one read back, with None for a number that was not finite.
         """
         known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
-        found = {
+        values = {
             name: float("nan") if value is None else value for name, value in row.items() if name.startswith("eval_")
         }
-        extra = {name: value for name, value in found.items() if name not in known}
-        counted = found.get("eval_token_accuracy", 0.0), int(row.get("eval_num_targets", 0))
-        return cls(found["eval_loss"], *counted, extra)
+        extra = {name: value for name, value in values.items() if name not in known}
+        counted = values.get("eval_token_accuracy", 0.0), int(row.get("eval_num_targets", 0))
+        return cls(values["eval_loss"], *counted, extra)
 
 
 class JsonLines:
@@ -199,10 +199,10 @@ def peak_memories(devices: int) -> list[int]:
     if devices == 1:
         return []
     if jax.process_count() > 1:
-        found = gathered_numbers(peak_memory() or 0)
+        peaks = gathered_numbers(peak_memory() or 0)
     else:
-        found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:devices]]
-    return found if any(found) else []
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:devices]]
+    return peaks if any(peaks) else []
 
 
 class Throughput:

@@ -229,7 +229,7 @@ class Finite(Observer):
         """
         if not step.lost:
             return
-        kept = NOTHING_KEPT if self._saving is None else self._saving.keep(loop, step.number - 1)
+        saved = NOTHING_KEPT if self._saving is None else self._saving.keep(loop, step.number - 1)
         loop.waits(None)  # the rows are looked at one by one
         rows = "" if self._explain is None else f" {self._explain(loop.state, step.batch, step.number)}"
         way_out = "Look at these rows, or try a lower optimizer.learning_rate"
@@ -240,7 +240,7 @@ class Finite(Observer):
             )
         message = (
             f"step {step.number}: the loss is {loss} and the gradient norm {norm}; expected finite numbers. The "
-            f"weights are as they were before the step; {kept}.{rows} {way_out}"
+            f"weights are as they were before the step; {saved}.{rows} {way_out}"
         )
         loop.event("not_finite", message, step.number)
         raise TrainingError(message)

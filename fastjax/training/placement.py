@@ -50,24 +50,24 @@ def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
     if not hasattr(state, "trainable"):
         return weight_shardings(state, config, mesh)
     trained = weight_shardings(state.trainable, config, mesh)
-    own = jax.tree.map(lambda leaf, place: _ShardedShape(leaf.shape, place), state.trainable, trained)
-    stacks = StackedLayers(state.trainable).stacked(own, _stack)
+    arrays = jax.tree.map(lambda leaf, place: _ShardedShape(leaf.shape, place), state.trainable, trained)
+    stacks = StackedLayers(state.trainable).stacked(arrays, _stack)
     paths = jax.tree_util.tree_flatten_with_path(stacks, is_leaf=lambda node: isinstance(node, _ShardedShape))[0]
     places = {_names(path): placed for path, placed in paths}
 
-    def of(path: tuple[Any, ...], held: Any) -> Any:
-        found = places.get(_names(path))
-        if found is None:
+    def sharding_of(path: tuple[Any, ...], moment: Any) -> Any:
+        array = places.get(_names(path))
+        if array is None:
             return whole
-        shape, place = found
-        if isinstance(held, _PARTS):
-            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), held.specs(place.spec, mesh))
-        return place if held.shape == shape else whole
+        shape, place = array
+        if isinstance(moment, _PARTS):
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), moment.specs(place.spec, mesh))
+        return place if moment.shape == shape else whole
 
-    def is_part(held: Any) -> bool:
-        return isinstance(held, _PARTS)
+    def is_moment(moment: Any) -> bool:
+        return isinstance(moment, _PARTS)
 
-    moments = jax.tree_util.tree_map_with_path(of, state.opt_state, is_leaf=is_part)
+    moments = jax.tree_util.tree_map_with_path(sharding_of, state.opt_state, is_leaf=is_moment)
     replicas = NamedSharding(mesh, P(on_axes(BATCH, mesh)))
     feedback = jax.tree.map(lambda _: replicas, state.feedback)
     replicated = jax.tree.map(lambda _: whole, state)

@@ -95,8 +95,8 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
             return direction / jnp.maximum(size, 1.0), nu
 
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
-        found = [leaf(path, g, nu) for (path, g), nu in zip(leaves, structure.flatten_up_to(state.nu), strict=True)]
-        directions, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
+        results = [leaf(path, g, nu) for (path, g), nu in zip(leaves, structure.flatten_up_to(state.nu), strict=True)]
+        directions, nu = (structure.unflatten(column) for column in zip(*results, strict=True))
         return directions, FactoredState(count, nu)
 
     return optax.GradientTransformation(init, update)

@@ -84,8 +84,8 @@ def scale_by_adam(
             return _updated_in_host(leaf, gradient, (mu, nu), extra["finite"])
 
         leaves, structure = jax.tree.flatten(updates)
-        found = map(anywhere, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
-        columns = list(zip(*found, strict=True)) or [()] * 3  # of no weight, as where all are another rule's
+        results = map(anywhere, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
+        columns = list(zip(*results, strict=True)) or [()] * 3  # of no weight, as where all are another rule's
         directions, mu, nu = map(structure.unflatten, columns)
         return directions, AdamState(count, mu, nu)
 
@@ -192,8 +192,8 @@ def round_stochastically(
 
 def _rounded(x: Array, noise: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise  # a carry into the upper half rounds up
-    kept = bits & jnp.uint32(0xFFFF0000)
-    return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
+    upper = bits & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
 
 
 def _hash(x: Array) -> Array:

@@ -150,8 +150,8 @@ def _nearest_rank(magnitude: Float[Array, "..."], *, points: int, lowest_border:
         cells = jnp.where(top, np.float32(points * 2**decade), cells)
         rank = jnp.where(top, np.int32(1 + points * (2**decade - 1)), rank)
         border = jnp.where(top, np.float32(0.2), border)
-    place = (magnitude * power - 0.1) * (cells / 0.9)
-    inside = jnp.clip(jnp.floor(place), 0.0, cells - 1.0).astype(jnp.int32)
-    above = (top & (place > cells - 0.25)).astype(jnp.int32)
-    below = (place <= border).astype(jnp.int32)
+    cell = (magnitude * power - 0.1) * (cells / 0.9)
+    inside = jnp.clip(jnp.floor(cell), 0.0, cells - 1.0).astype(jnp.int32)
+    above = (top & (cell > cells - 0.25)).astype(jnp.int32)
+    below = (cell <= border).astype(jnp.int32)
     return rank + inside + above - below

@@ -73,8 +73,10 @@ def scale_by_muon(momentum: float, b1: float, b2: float, eps: float) -> optax.Gr
         after: Any
         directions, after = adam.update(rest, state.adam)
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, matrices)
-        found = jax.tree.map(lambda m, g: _direction(m, g, momentum, after.count), mu, matrices)
-        merged = jax.tree.map(lambda a, b: b if a is None else a, found, directions, is_leaf=lambda leaf: leaf is None)
+        orthogonal = jax.tree.map(lambda m, g: _direction(m, g, momentum, after.count), mu, matrices)
+        merged = jax.tree.map(
+            lambda a, b: b if a is None else a, orthogonal, directions, is_leaf=lambda leaf: leaf is None
+        )
         return merged, MuonState(mu, after)
 
     return optax.GradientTransformation(init, update)
@@ -117,7 +119,7 @@ def _direction(
 
 
 def _is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
-    found = leaf_at(path)
-    if found.of_table or found.is_vector or found.kind == "score":
+    described = leaf_at(path)
+    if described.of_table or described.is_vector or described.kind == "score":
         return False
     return leaf.ndim - stack_dims(path, leaf) == 2

@@ -92,5 +92,5 @@ def rate_in_state(opt_state: Any, updates: Int[Array, ""]) -> Float[Array, ""] |
         updates: made before.
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LearningRates))
-    found = next((node for node in nodes if isinstance(node, LearningRates)), None)
-    return None if found is None else jax.lax.dynamic_index_in_dim(found.by_step, updates, keepdims=False)
+    rates = next((node for node in nodes if isinstance(node, LearningRates)), None)
+    return None if rates is None else jax.lax.dynamic_index_in_dim(rates.by_step, updates, keepdims=False)

@@ -54,10 +54,10 @@ class StackedLayers:
             join: makes a stack; [n, *shape] of n arrays.
         """
         leaves = self._structure.flatten_up_to(tree)
-        found: list[Any] = [None] * len(leaves)
+        stacks: list[Any] = [None] * len(leaves)
         for first, *others in self._groups:
-            found[first] = join([leaves[index] for index in (first, *others)]) if others else leaves[first]
-        return self._structure.unflatten(found)
+            stacks[first] = join([leaves[index] for index in (first, *others)]) if others else leaves[first]
+        return self._structure.unflatten(stacks)
 
     def apart(self, stacked: Any) -> Any:
         """The tree of arrays that `stacked` was given.
@@ -65,18 +65,18 @@ class StackedLayers:
         Args:
             stacked: its stacks may be other arrays, [n, …].
         """
-        found = self._structure.flatten_up_to(stacked)
+        arrays = self._structure.flatten_up_to(stacked)
         # As data the numbers leave all layers one kernel; as constants each would have its own.
         most = max(map(len, self._groups), default=0)
         numbers = jax.lax.optimization_barrier([jnp.int32(number) for number in range(most)])
         for group in self._groups:
             if len(group) > 1:
-                stack = jax.lax.optimization_barrier(found[group[0]])
+                stack = jax.lax.optimization_barrier(arrays[group[0]])
                 for number, index in zip(numbers, group, strict=False):
-                    found[index] = jax.lax.dynamic_index_in_dim(
+                    arrays[index] = jax.lax.dynamic_index_in_dim(
                         stack, number, keepdims=False, allow_negative_indices=False
                     )
-        return self._structure.unflatten(found)
+        return self._structure.unflatten(arrays)
 
     def vectors(self, function: Callable[[Any, Any], jax.Array], tree: Any) -> jax.Array:
         """A vector of each array, computed for a stack at once, behind one another in the order of the arrays.
@@ -86,11 +86,11 @@ class StackedLayers:
             tree: arrays of the structure that this was made of.
         """
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        found, owners = [], []
+        by_group, owners = [], []
         for group in self._groups:
-            of = functools.partial(function, leaves[group[0]][0])
+            vector_of = functools.partial(function, leaves[group[0]][0])
             arrays = [leaves[index][1] for index in group]
-            found.append(jax.vmap(of)(_joined(arrays)) if len(group) > 1 else of(*arrays)[None])
-            owners += [index for index in group for _ in range(found[-1].shape[1])]
-        joined = jnp.concatenate([vectors.reshape(-1) for vectors in found])
+            by_group.append(jax.vmap(vector_of)(_joined(arrays)) if len(group) > 1 else vector_of(*arrays)[None])
+            owners += [index for index in group for _ in range(by_group[-1].shape[1])]
+        joined = jnp.concatenate([vectors.reshape(-1) for vectors in by_group])
         return joined if owners == sorted(owners) else joined[np.argsort(owners, kind="stable")]

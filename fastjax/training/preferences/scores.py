@@ -105,9 +105,9 @@ def by_document(log_probs: Float[Array, "B S"], counted: Bool[Array, "B S"], row
         counted: which of them are added up.
         rows: as for `document_scores`.
     """
-    own = documents_of(rows) & counted[:, :, None]
+    inside = documents_of(rows) & counted[:, :, None]
     return Scores(
-        jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1), jnp.sum(own, axis=1, dtype=log_probs.dtype)
+        jnp.sum(jnp.where(inside, log_probs[:, :, None], 0.0), axis=1), jnp.sum(inside, axis=1, dtype=log_probs.dtype)
     )
 
 
@@ -136,9 +136,9 @@ def document_rewards(model: Decoder, rows: Any, *, key: PRNGKeyArray | None = No
     if not model.config.scored:
         raise ConfigError("model: expected one with a score in place of logits (with_score_head), got one with logits")
     scores = model.score(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden)
-    own, places = documents_of(rows), jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :, None]
-    last = jnp.max(jnp.where(own, places, -1), axis=1, keepdims=True)
-    return jnp.sum(jnp.where(own & (places == last), scores[:, :, None], 0.0), axis=1)
+    inside, places = documents_of(rows), jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :, None]
+    last = jnp.max(jnp.where(inside, places, -1), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(inside & (places == last), scores[:, :, None], 0.0), axis=1)
 
 
 def _segments(rows: Any) -> Int[Array, "B S"]:

@@ -97,8 +97,8 @@ def thinned(
     known = np.isfinite(y)
     low, high = np.where(known, y, np.inf), np.where(known, y, -np.inf)
     stretches = np.array_split(np.arange(len(x)), most // 2)
-    kept = sorted({int(one[pick]) for one in stretches for pick in (low[one].argmin(), high[one].argmax())})
-    return x[kept], y[kept]
+    extremes = sorted({int(one[pick]) for one in stretches for pick in (low[one].argmin(), high[one].argmax())})
+    return x[extremes], y[extremes]
 
 
 def _trace(series: Series, title: str) -> dict[str, Any]:

@@ -68,9 +68,9 @@ def comparison_page(runs: Sequence[Run]) -> str:
 
 def figures(runs: Sequence[Run]) -> dict[str, list[Fact | None]]:
     """The figures at the top of a report, of each run: label → facts; None: the run has none of it."""
-    found = [{fact.label: fact for fact in headline(run.history)} for run in runs]
-    labels = dict.fromkeys(label for facts in found for label in facts)
-    return {label: [facts.get(label) for facts in found] for label in labels}
+    by_label = [{fact.label: fact for fact in headline(run.history)} for run in runs]
+    labels = dict.fromkeys(label for facts in by_label for label in facts)
+    return {label: [facts.get(label) for facts in by_label] for label in labels}
 
 
 def differing_settings(runs: Sequence[Run]) -> list[Difference]:
@@ -81,9 +81,9 @@ def differing_settings(runs: Sequence[Run]) -> list[Difference]:
     """
     known = [{setting.name: setting.value for setting in list_settings(run.settings, {})} for run in runs]
     names = [name for name in dict.fromkeys(name for values in known for name in values) if name not in _OWN_NAMES]
-    found = [Difference(name, [values.get(name) for values in known]) for name in names]
+    settings = [Difference(name, [values.get(name) for values in known]) for name in names]
     compared = [index for index, values in enumerate(known) if values]
-    return [one for one in found if len({one.values[index] for index in compared}) > 1]
+    return [one for one in settings if len({one.values[index] for index in compared}) > 1]
 
 
 def overlaid(runs: Sequence[Run]) -> list[Panel]:
@@ -95,35 +95,35 @@ def overlaid(runs: Sequence[Run]) -> list[Panel]:
     base, limits, _ = loss_axis([run.history for run in runs])
     loss = _steps(runs, "loss")
     evaluated = _held_out(runs, "eval_loss")
-    found = [Panel("Training loss (nats)", loss, wide=True, base=base, limits=limits)]
-    found.append(Panel("Held-out loss (nats)", evaluated, wide=True, base=base))
-    found.append(Panel("Learning rate", _steps(runs, "learning_rate", whole=True), kind="powers", limits=(0, None)))
-    found.append(Panel("Gradient norm, before clipping", _steps(runs, "grad_norm"), base=10))
-    found.append(Panel("Token accuracy", _steps(runs, "token_accuracy"), kind="percent"))
-    found.append(Panel("Held-out token accuracy", _held_out(runs, "eval_token_accuracy"), kind="percent"))
-    found.append(_upwards("Tokens a second", _steps(runs, "tokens_per_second", whole=True), "count"))
-    found.append(_upwards("Model FLOPs utilisation", _steps(runs, "model_flops_utilization", whole=True), "percent"))
+    panels = [Panel("Training loss (nats)", loss, wide=True, base=base, limits=limits)]
+    panels.append(Panel("Held-out loss (nats)", evaluated, wide=True, base=base))
+    panels.append(Panel("Learning rate", _steps(runs, "learning_rate", whole=True), kind="powers", limits=(0, None)))
+    panels.append(Panel("Gradient norm, before clipping", _steps(runs, "grad_norm"), base=10))
+    panels.append(Panel("Token accuracy", _steps(runs, "token_accuracy"), kind="percent"))
+    panels.append(Panel("Held-out token accuracy", _held_out(runs, "eval_token_accuracy"), kind="percent"))
+    panels.append(_upwards("Tokens a second", _steps(runs, "tokens_per_second", whole=True), "count"))
+    panels.append(_upwards("Model FLOPs utilisation", _steps(runs, "model_flops_utilization", whole=True), "percent"))
     memory = [
         line._replace(y=np.asarray(line.y) / 2**30, form="dashed" if line.form == "dashed" else "steps")
         for line in _steps(runs, "memory_bytes", whole=True)
     ]
-    found.append(_upwards("Device memory, peak so far (GiB)", memory, "number"))
-    own = dict.fromkeys(name for run in runs for name in run.history.own_metrics)
-    found += [Panel(f"Held out: {name.removeprefix('eval_')}", _held_out(runs, name)) for name in own]
-    return [panel if panel.wide else _without_legend(panel) for panel in found if panel.series]
+    panels.append(_upwards("Device memory, peak so far (GiB)", memory, "number"))
+    metrics = dict.fromkeys(name for run in runs for name in run.history.own_metrics)
+    panels += [Panel(f"Held out: {name.removeprefix('eval_')}", _held_out(runs, name)) for name in metrics]
+    return [panel if panel.wide else _without_legend(panel) for panel in panels if panel.series]
 
 
 def _steps(runs: Sequence[Run], name: str, *, whole: bool = False) -> list[Series]:
     """A line of each run that knows the figure: its running median, or as it is."""
-    found = []
+    lines = []
     for index, run in enumerate(runs):
         if run.history.known(name):
             colour, form = _look(index)
             line = smoothed(run.history, name, colour, run.name, form)[-1]
             if whole:
                 line = line._replace(y=run.history.steps[name])
-            found.append(line._replace(label=run.name, group=run.name))
-    return found
+            lines.append(line._replace(label=run.name, group=run.name))
+    return lines
 
 
 def _held_out(runs: Sequence[Run], name: str) -> list[Series]:

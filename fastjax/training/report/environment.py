@@ -29,7 +29,7 @@ def describe_environment(shape: MeshShape) -> dict[str, str]:
         Label → value, in the order of the report.
     """
     device = device_use(shape)
-    found = {
+    facts = {
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "device": device.used,
         "idle devices": device.idle,
@@ -49,9 +49,9 @@ def describe_environment(shape: MeshShape) -> dict[str, str]:
         "tensorstore",
         "transformers",
     ):
-        found[package] = _version(package)
-    found["git commit"] = _commit()
-    return {what: value for what, value in found.items() if value}
+        facts[package] = _version(package)
+    facts["git commit"] = _commit()
+    return {what: value for what, value in facts.items() if value}
 
 
 def describe_peaks(peaks: Sequence[int]) -> str:

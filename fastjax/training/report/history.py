@@ -86,9 +86,9 @@ class History(NamedTuple):
 
     def evaluated(self, name: str) -> tuple[list[int], list[float]]:
         """The steps of the evaluations with a figure, and the figures."""
-        found = [(row["step"], _number(row.get(name))) for row in self.evaluations]
-        found = [(step, value) for step, value in found if np.isfinite(value)]
-        return [step for step, _ in found], [value for _, value in found]
+        points = [(row["step"], _number(row.get(name))) for row in self.evaluations]
+        points = [(step, value) for step, value in points if np.isfinite(value)]
+        return [step for step, _ in points], [value for _, value in points]
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -88,48 +88,48 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
         spikes: its loss spikes.
         max_grad_norm: clipping norm of the gradients; None or 0: no clipping.
     """
-    found = [_loss(history, spikes)]
+    shown = [_loss(history, spikes)]
     if history.known("grad_norm"):
-        found.append(_grad_norm(history, max_grad_norm))
+        shown.append(_grad_norm(history, max_grad_norm))
     if history.known("learning_rate"):
         series = [Series("", "green", *history.column("learning_rate"), width=1.8)]
-        found.append(Panel("Learning rate", series, kind="powers", limits=(0, None)))
+        shown.append(Panel("Learning rate", series, kind="powers", limits=(0, None)))
     if history.known("token_accuracy"):
         series = [*smoothed(history, "token_accuracy", "blue", "training")]
         series += held_out(history, "eval_token_accuracy", "held out")
-        found.append(Panel("Token accuracy", series, kind="percent"))
+        shown.append(Panel("Token accuracy", series, kind="percent"))
     if history.known("tokens_per_second"):
         series = [Series("", "pink", *history.column("tokens_per_second"))]
-        found.append(Panel("Tokens a second", series, kind="count", limits=from_zero(series)))
+        shown.append(Panel("Tokens a second", series, kind="count", limits=from_zero(series)))
     if history.known("model_flops_utilization"):
         series = [Series("", "orange", *history.column("model_flops_utilization"))]
-        found.append(Panel("Model FLOPs utilisation", series, kind="percent", limits=from_zero(series)))
+        shown.append(Panel("Model FLOPs utilisation", series, kind="percent", limits=from_zero(series)))
     if history.known("memory_bytes"):
         steps, memory = history.column("memory_bytes")
         series = [Series("", "grey", steps, memory / 2**30, width=1.8, form="steps")]
-        found.append(Panel("Device memory, peak so far (GiB)", series, limits=from_zero(series)))
+        shown.append(Panel("Device memory, peak so far (GiB)", series, limits=from_zero(series)))
     if history.known("loss_scale"):
-        found.append(_loss_scale(history))
+        shown.append(_loss_scale(history))
     if history.known("router_entropy"):
         series = [
             *smoothed(history, "router_entropy", "blue", "entropy"),
             *smoothed(history, "router_largest_share", "pink", "busiest"),
         ]
         title = "Choice of experts: entropy (1: even), share of the busiest"
-        found.append(Panel(title, series, kind="percent"))
+        shown.append(Panel(title, series, kind="percent"))
     if history.known("rewards/chosen"):
         series = [
             *smoothed(history, "rewards/chosen", "green", "chosen"),
             *smoothed(history, "rewards/rejected", "red", "rejected"),
         ]
-        found.append(Panel("Rewards of answers", series))
+        shown.append(Panel("Rewards of answers", series))
     if history.known("rewards/accuracies"):
         series = [*smoothed(history, "rewards/accuracies", "blue", "training")]
         series += held_out(history, "eval_rewards/accuracies", "held out")
-        found.append(Panel("Pairs whose chosen answer has the larger reward", series, kind="percent"))
+        shown.append(Panel("Pairs whose chosen answer has the larger reward", series, kind="percent"))
     for name in history.own_metrics:
-        found.append(Panel(f"Held out: {name.removeprefix('eval_')}", held_out(history, name, "")))
-    return found
+        shown.append(Panel(f"Held out: {name.removeprefix('eval_')}", held_out(history, name, "")))
+    return shown
 
 
 def smoothed(history: History, name: str, colour: str, label: str, form: Any = "solid") -> list[Series]:

@@ -52,8 +52,8 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
     if any("torch." in line for line in lines):
         libraries.insert(0, "import torch")
     python = "\n".join([*libraries, "", *lines])
-    own = _scoring(config, result) if scores else shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
-    return [own, python]
+    command = _scoring(config, result) if scores else shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
+    return [command, python]
 
 
 def _scoring(config: TrainConfig, result: str) -> str:
@@ -77,14 +77,14 @@ def _base(
 ) -> tuple[list[str], set[str]]:
     """Code that loads an adapter's base as the run held it, and its imports from transformers."""
     name, revision = split(model.model_name)
-    place = _text(name) + (f", revision={_text(revision)}" if revision is not None else "")
+    source = _text(name) + (f", revision={_text(revision)}" if revision is not None else "")
     stored = config.get("dtype", config.get("torch_dtype"))
     kind = (config.get("quantization_config") or {}).get("quant_method")
     lines, options, names = [], dict(given), set()
     if model.in_nf4 and kind is not None and not _has_4_bits(config):
         lines.append(_CONVERT.format(shlex.quote(model.model_name)))
-        place, kind = '"base-nf4"', "bitsandbytes"
-    lines += _longer(model, config, place, options, names)
+        source, kind = '"base-nf4"', "bitsandbytes"
+    lines += _longer(model, config, source, options, names)
     if model.in_nf4 and kind is None:
         lines += _in_4bit(model, dtype)
         options["quantization_config"] = "settings"
@@ -93,7 +93,7 @@ def _base(
             options["dtype"] = _text(stored)
     elif kind is None and stored != dtype:
         options["dtype"] = _text(dtype)
-    lines.append(f"model = {_load(auto, place, options)}")
+    lines.append(f"model = {_load(auto, source, options)}")
     if (
         model.in_nf4 and kind in (None, "bitsandbytes") and stored != dtype
     ):  # bitsandbytes' own products decode to that dtype instead
@@ -115,8 +115,8 @@ def _merged(
     if not _has_4_bits(config):
         command.append("--base_in_nf4")
         parsed = read_config(config)
-        own = module_paths(model.float32_modules or (), parsed)
-        kept = [spec.path.module for spec in parsed.specs if spec.kind in QUANTIZED and spec.path.module in own]
+        in_float32 = module_paths(model.float32_modules or (), parsed)
+        kept = [spec.path.module for spec in parsed.specs if spec.kind in QUANTIZED and spec.path.module in in_float32]
         command += ["--skip", *kept] if kept else []
     if config.get("dtype", config.get("torch_dtype")) != dtype:
         command += ["--dtype", dtype]
@@ -134,7 +134,7 @@ def _has_4_bits(config: Mapping[str, Any]) -> bool:
 
 
 def _longer(
-    model: ModelSection, config: Mapping[str, Any], place: str, options: dict[str, str], names: set[str]
+    model: ModelSection, config: Mapping[str, Any], source: str, options: dict[str, str], names: set[str]
 ) -> list[str]:
     """Code for the run's scaling of the positions, which no adapter's folder has a place for."""
     if model.rope_scaling is None:
@@ -142,7 +142,7 @@ def _longer(
     options["config"] = "config"
     names.add("AutoConfig")
     lines = [f"config.{name} = {value!r}" for name, value in _positions(config).items()]
-    return [f"config = AutoConfig.from_pretrained({place})", *lines]
+    return [f"config = AutoConfig.from_pretrained({source})", *lines]
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
     text = family.text_config(config)
     rope = text.get("rope_parameters") or {"rope_theta": text["rope_theta"], **text["rope_scaling"]}
     prefix = "" if family.section is None else f"{family.section}."
-    found = {"rope_parameters": rope, "max_position_embeddings": text["max_position_embeddings"]}
-    return {prefix + name: value for name, value in found.items()}
+    attributes = {"rope_parameters": rope, "max_position_embeddings": text["max_position_embeddings"]}
+    return {prefix + name: value for name, value in attributes.items()}
 
 
 def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
@@ -170,9 +170,9 @@ def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
     ]
 
 
-def _load(auto: str, place: str, options: Mapping[str, str] | None = None) -> str:
+def _load(auto: str, source: str, options: Mapping[str, str] | None = None) -> str:
     given = "".join(f", {name}={value}" for name, value in (options or {}).items())
-    return f"{auto}.from_pretrained({place}{given})"
+    return f"{auto}.from_pretrained({source}{given})"
 
 
 def _text(value: str) -> str:
