@@ -1,4 +1,4 @@
-"""What float8 costs in quality: held-out loss beside bfloat16's over several seeds.
+"""Quality that float8 costs: held-out loss beside bfloat16's over several seeds.
 
     python3 scripts/measure_float8.py --model FOLDER --data train.jsonl --output runs/float8
 

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def small(given: list[str]) -> list[str]:
-    """The same on the tiny preset."""
+    """This measurement on the tiny preset."""
     others = {"--preset": "tiny", "--batch": "2", "--seq": "64", "--steps": "2"}
     found = [others.get(before, own) for before, own in zip(["", *given], given, strict=False)]
     found = [own if own != "fsdp=2,expert=2" else "fsdp=2,data=2" for own in found]  # it has no experts

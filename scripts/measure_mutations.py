@@ -36,7 +36,7 @@ class Target(NamedTuple):
 
     Attributes:
         module: Its path.
-        names: Of its own tests, in the folder that mirrors its own.
+        names: Its own tests, in the folder that mirrors its own.
         functions: Only these are mutated; empty: all.
     """
 

@@ -235,7 +235,7 @@ def page(name: str, steps: Sequence[Step]) -> str:
 
 
 def digest(steps: Sequence[Step]) -> str:
-    """Of what the picture shows."""
+    """Steps and peers that the picture shows."""
     return hashlib.sha256(every_step(steps).encode()).hexdigest()
 
 

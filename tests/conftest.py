@@ -100,7 +100,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory):
-    """What a test keeps for the next run, as prepared data, it keeps for no one."""
+    """Files that a test keeps for the next run, such as prepared data, are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("XDG_CACHE_HOME", raising=False)

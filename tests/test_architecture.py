@@ -70,7 +70,7 @@ def imports(tree):
 
 
 def own(names):
-    """Those of the names that are modules of the project."""
+    """The names that are modules of the project."""
     return {name for name in names if name in modules()}
 
 

@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution hold, as the build backend lists it."""
+"""Files of a wheel and of a source distribution, as the build backend lists it."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ BENCH = Bench(
 
 
 def forward_and_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Of (trained, frozen, x, dy): the output, the gradients of the trained arrays, and that of x.
+    """A function of (trained, frozen, x, dy) → the output, the gradients of the trained arrays, and that of x.
 
     Args:
         apply: the block, of (trained, frozen, x).

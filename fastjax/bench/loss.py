@@ -81,7 +81,7 @@ BENCH = Bench(
 
 
 def loss(chunk_size: int, implementation: str) -> Callable[..., Any]:
-    """Of (hidden, weight, targets): the sums, and the gradient of hidden.
+    """A function of (hidden, weight, targets) → the sums, and the gradient of hidden.
 
     Args:
         chunk_size: places of the sequence at once.
@@ -100,7 +100,7 @@ def loss(chunk_size: int, implementation: str) -> Callable[..., Any]:
 
 
 def products(chunk_size: int) -> Callable[..., Any]:
-    """Of (hidden, weight): hidden · weightᵀ · weight, chunk by chunk.
+    """A function of (hidden, weight) → hidden · weightᵀ · weight, chunk by chunk.
 
     Args:
         chunk_size: places of the sequence at once.

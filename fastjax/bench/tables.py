@@ -57,22 +57,22 @@ def run(bench: Bench, settings: Any, output: Path | None = None, console: Consol
         ConfigError: settings that do not fit.
         OSError: a file that cannot be read or written.
     """
-    console, found = console or Console(), []
+    console, results = console or Console(), []
     times = {"µs": ("microseconds", ",.1f"), "best": ("best", ",.1f"), "worst": ("worst", ",.1f")}
     for title, cases in bench.tables(settings):
         rows = measure(cases, settings.rounds)
-        found += rows
+        results += rows
         for row in rows:
-            row.update({name: _beside(row, beside, found) for name, beside in bench.beside.items()})
+            row.update({name: _beside(row, beside, results) for name, beside in bench.beside.items()})
         title = f"{title} · {dispatch.target()} · jax {jax.__version__}"
         caption = f"median of {settings.rounds}, time by {_sources(rows)}"
         print_rows(console, title, rows, bench.words, times | dict(bench.numbers), caption)
         del cases  # their arrays make room for the next table's
     if output is not None:
         facts = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "case": dataclasses.asdict(settings)}
-        output.write_text(json.dumps({**facts, "results": found}, indent=1, default=str) + "\n", encoding="utf-8")
+        output.write_text(json.dumps({**facts, "results": results}, indent=1, default=str) + "\n", encoding="utf-8")
         console.print(f"written to {output}", highlight=False)
-    return found
+    return results
 
 
 def _beside(row: Row, beside: Beside, rows: Iterable[Row]) -> float | None:

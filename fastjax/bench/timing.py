@@ -66,12 +66,12 @@ def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
         For each case its labels, its median, best and worst time in microseconds, its rates, the bytes of its
         temporaries as the compiler plans, and the `source` of the time; without a time `reason` says why.
     """
-    own = {number: case for number, case in enumerate(cases) if case.arguments is not None}
+    compiled = {number: case for number, case in enumerate(cases) if case.arguments is not None}
     with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
-        found: dict[int, Any] = dict(zip(own, pool.map(_compile, own, own.values()), strict=True))
+        programs: dict[int, Any] = dict(zip(compiled, pool.map(_compile, compiled, compiled.values()), strict=True))
     ready = {
-        number: functools.partial(program, *(own[number].arguments or ()))
-        for number, program in found.items()
+        number: functools.partial(program, *(compiled[number].arguments or ()))
+        for number, program in programs.items()
         if not isinstance(program, Exception)
     }
     for number, run in list(ready.items()):
@@ -79,7 +79,7 @@ def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
             for _ in range(2):
                 jax.block_until_ready(run())
         except jax.errors.JaxRuntimeError as error:  # out of memory, or no kernel after all
-            found[number] = error
+            programs[number] = error
             del ready[number]
     kernels: dict[int, list[float]] = {}
     if ready and jax.default_backend() == "gpu":
@@ -92,12 +92,12 @@ def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
     rows = []
     for number, case in enumerate(cases):
         if number in ready:
-            plan = found[number].memory_analysis()
+            plan = programs[number].memory_analysis()
             source, totals = ("kernels", kernels[number]) if number in kernels else ("wall clock", wall[number])
             seconds = [total / case.calls for total in totals]
             rows.append(_row(case, seconds, source, None if plan is None else plan.temp_size_in_bytes))
         else:
-            rows.append(_row(case, found.get(number) or _of_another(case.function, rounds), "events"))
+            rows.append(_row(case, programs.get(number) or _of_another(case.function, rounds), "events"))
     return rows
 
 

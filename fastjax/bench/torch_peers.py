@@ -49,8 +49,8 @@ def nf4(
         def run(rounds: int) -> list[float]:
             quantize, kind = import_module("bitsandbytes.functional").quantize_4bit, getattr(torch, dtype)
             x = None if rows is None else torch.randn(rows, shape[0 if gradient else 1], device="cuda", dtype=kind)
-            made = (torch.randn(*shape, device="cuda", dtype=kind) for _ in range(count))
-            weights = [quantize(weight, quant_type="nf4", blocksize=64) for weight in made]
+            dense = (torch.randn(*shape, device="cuda", dtype=kind) for _ in range(count))
+            weights = [quantize(weight, quant_type="nf4", blocksize=64) for weight in dense]
             return time_calls(torch, [call(x, weight) for weight in weights], rounds)
 
         return run
@@ -75,10 +75,10 @@ def grouped_products(shape: Shape, dtype: str, group_sizes: np.ndarray) -> dict[
             ends = torch.tensor(np.cumsum(group_sizes), dtype=torch.int32, device="cuda")
             sizes = (shape.rows, shape.into), (shape.experts, shape.out, shape.into), (shape.rows, shape.out)
             x, w, dy = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes)
-            found = time_calls(torch, [lambda: call(x, w, dy, ends)] * _CALLS, rounds)
+            seconds = time_calls(torch, [lambda: call(x, w, dy, ends)] * _CALLS, rounds)
             del x, w, dy
             torch.cuda.empty_cache()
-            return found
+            return seconds
 
         return run
 

@@ -16,7 +16,7 @@ class Kernel(NamedTuple):
         name: its own.
         module: the compiled program's, such as "jit_step".
         start: in nanoseconds.
-        end: likewise.
+        end: in nanoseconds.
     """
 
     device: str
@@ -33,7 +33,7 @@ def read_kernels(folder: Path) -> list[Kernel]:
         folder: of `jax.profiler.trace`.
     """
     [file] = folder.rglob("*.xplane.pb")
-    found = []
+    kernels = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reader's own types are not quite Python's
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -45,8 +45,8 @@ def read_kernels(folder: Path) -> list[Kernel]:
                 for event in line.events:
                     facts = dict(event.stats)
                     module, end = str(facts.get("hlo_module", "")), event.start_ns + event.duration_ns
-                    found.append(Kernel(plane.name, event.name, module, event.start_ns, end))
-    return sorted(found, key=lambda kernel: kernel.start)
+                    kernels.append(Kernel(plane.name, event.name, module, event.start_ns, end))
+    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 def busy_ns(kernels: Iterable[Kernel]) -> float:

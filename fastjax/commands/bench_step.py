@@ -133,7 +133,7 @@ def _check(cases: Sequence[StepCase]) -> None:
 
 def _options(text: str) -> tuple[str, ...]:
     """A set of XLA's options."""
-    found = () if text == "none" else tuple(text.split(","))
-    if not all(all(option.partition("=")) for option in found):
+    options = () if text == "none" else tuple(text.split(","))
+    if not all(all(option.partition("=")) for option in options):
         raise ConfigError(f"bench step: --compiler_options: expected none or NAME=VALUE,NAME=VALUE, got {text}")
-    return found
+    return options

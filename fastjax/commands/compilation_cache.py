@@ -21,8 +21,8 @@ OPTION = "--no_compilation_cache"
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Let a command's parser take the option."""
-    kept = "they are kept in ~/.cache/fastjax/programs, 2 GiB at most"
-    parser.add_argument(OPTION, action="store_true", help=f"compile every program anew, keep none ({kept})")
+    where = "they are kept in ~/.cache/fastjax/programs, 2 GiB at most"
+    parser.add_argument(OPTION, action="store_true", help=f"compile every program anew, keep none ({where})")
 
 
 def keep_programs(wanted: bool) -> None:

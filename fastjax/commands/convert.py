@@ -78,30 +78,30 @@ def _inspect(folder: str, as_json: bool) -> None:
     from convert.inspect import inspect
     from fastjax.runs.loadable import with_refusals
 
-    found = with_refusals(inspect(_folder(folder)))
+    contents = with_refusals(inspect(_folder(folder)))
     if as_json:
-        print(json.dumps(vars(found) | {"folder": str(found.folder)}, ensure_ascii=False, indent=2))
+        print(json.dumps(vars(contents) | {"folder": str(contents.folder)}, ensure_ascii=False, indent=2))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("kind", found.kind)
-    table.add_row("family" if found.kind == "model" else "base", str(found.family))
-    table.add_row("parameters", "unknown" if found.parameters is None else f"{found.parameters:,}")
-    for kind, (count, size) in sorted(found.formats.items()):
+    table.add_row("kind", contents.kind)
+    table.add_row("family" if contents.kind == "model" else "base", str(contents.family))
+    table.add_row("parameters", "unknown" if contents.parameters is None else f"{contents.parameters:,}")
+    for kind, (count, size) in sorted(contents.formats.items()):
         table.add_row(kind, f"{count} tensors, {_bytes(size)}")
-    table.add_row("files", str(found.files))
-    if found.tied is not None:
-        table.add_row("head", "tied to the embedding" if found.tied else "its own")
-    table.add_row("tokenizer", "none that can be counted" if found.tokens is None else f"{found.tokens:,} tokens")
-    table.add_row("chat template", "yes" if found.chat_template else "no")
-    for name, value in found.settings.items():
+    table.add_row("files", str(contents.files))
+    if contents.tied is not None:
+        table.add_row("head", "tied to the embedding" if contents.tied else "its own")
+    table.add_row("tokenizer", "none that can be counted" if contents.tokens is None else f"{contents.tokens:,} tokens")
+    table.add_row("chat template", "yes" if contents.chat_template else "no")
+    for name, value in contents.settings.items():
         table.add_row(name, str(value))
-    for reason, count in sorted(collections.Counter(found.ignored.values()).items()):
+    for reason, count in sorted(collections.Counter(contents.ignored.values()).items()):
         table.add_row("read past", f"{count} tensors: {reason}")
     console = Console(soft_wrap=True)
     console.print(table)
-    for problem in found.unsupported:
+    for problem in contents.unsupported:
         console.print(f"unsupported: {problem}", markup=False, highlight=False)
-    if not found.unsupported:
+    if not contents.unsupported:
         console.print("everything in it is supported")
 
 
@@ -198,21 +198,25 @@ def _verify(
     folders = _folder(first), _folder(second)
     console = Console(soft_wrap=True)
     with console.status("comparing") as status:
-        found = compare(*folders, monitor=lambda done, total: status.update(f"comparing {done} of {total}"))
-    _show_tensors(found, console)
+        comparison = compare(*folders, monitor=lambda done, total: status.update(f"comparing {done} of {total}"))
+    _show_tensors(comparison, console)
     if text:
         same = f"{folders[1]}: not the same as {folders[0]}"
         _compare_logits(folders, text, logit_tolerance, asked, same, console)
         if tolerance is None:
             return
-    shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
-    if not (found.fits if tolerance is None else shapes_fit and found.largest <= tolerance):
+    shapes_fit = (
+        all(tensor.largest is not None for tensor in comparison.tensors)
+        and not comparison.missing
+        and not comparison.added
+    )
+    if not (comparison.fits if tolerance is None else shapes_fit and comparison.largest <= tolerance):
         raise ConvertError(f"{folders[1]}: not the same as {folders[0]}")
 
 
-def _show_tensors(found: "Comparison", console: Console) -> None:
+def _show_tensors(comparison: "Comparison", console: Console) -> None:
     """Print the tensors in which two folders differ, and how many are equal."""
-    different = [tensor for tensor in found.tensors if not tensor.equal]
+    different = [tensor for tensor in comparison.tensors if not tensor.equal]
     for tensor in sorted(different, key=lambda tensor: -(tensor.relative or 0.0))[:20]:
         shapes = " / ".join(str(list(shape)) for shape in dict.fromkeys(tensor.shapes))
         line = f"{tensor.name}  {shapes}  {' / '.join(dict.fromkeys(tensor.formats))}"
@@ -221,12 +225,12 @@ def _show_tensors(found: "Comparison", console: Console) -> None:
         console.print(line, markup=False, highlight=False)
     if len(different) > 20:
         console.print(f"and {len(different) - 20} more")
-    for names, where in ((found.missing, "A"), (found.added, "B")):
+    for names, where in ((comparison.missing, "A"), (comparison.added, "B")):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             console.print(f"only in {where}: {', '.join(names[:8])}{more}", markup=False, highlight=False)
-    same = len(found.tensors) - len(different)
-    console.print(f"{same} of {len(found.tensors)} tensors are equal; largest difference {found.largest:.6g}")
+    same = len(comparison.tensors) - len(different)
+    console.print(f"{same} of {len(comparison.tensors)} tensors are equal; largest difference {comparison.largest:.6g}")
     rounded = [tensor for tensor in different if tensor.rounding]
     for kind in sorted({tensor.formats for tensor in rounded}):
         alike = [tensor for tensor in rounded if tensor.formats == kind]

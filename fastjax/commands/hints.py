@@ -61,8 +61,8 @@ def _meant(section: str, field: str) -> str | None:
     known = [f"{name}.{key}" for name, kind in SECTIONS.items() for key in hints_of(kind)]
     if elsewhere := [setting for setting in known if setting.endswith(f".{field}")]:
         return elsewhere[0]
-    own = hints_of(SECTIONS[section]) if section in SECTIONS else ()
-    if close := difflib.get_close_matches(field, own, n=1):
+    keys = hints_of(SECTIONS[section]) if section in SECTIONS else ()
+    if close := difflib.get_close_matches(field, keys, n=1):
         return f"{section}.{close[0]}"
     if carried := next((tool.becomes[field] for tool in TOOLS.values() if field in tool.becomes), None):
         return carried

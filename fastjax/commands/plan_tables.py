@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
     from fastjax.planning.longest import LongestRow
     from fastjax.planning.memory import MemoryLimits
-    from fastjax.runs.plan import RunPlan
+    from fastjax.runs.plan import Planned, RunPlan
     from pallas_kernels.cards import Card
 
 #: Columns of a terminal that no table fills.
@@ -73,23 +73,25 @@ def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", r
         "mesh": mesh._asdict(),
         "chosen": None if best is None else best.policy,
         "refused": dict(plan.refused),
-        "policies": [
-            {
-                "policy": one.policy,
-                "fits": room.holds(one.memory),
-                "device_bytes": one.memory.device,
-                "argument_bytes": one.memory.arguments,
-                "temporary_bytes": one.memory.temporaries,
-                "host_bytes": one.memory.host,
-                "model_flops": one.flops,
-                "recomputed_flops": one.recomputed,
-                "link_bytes": {c.kind: int(c.sent) for c in one.collectives},
-                "link_seconds": one.link_seconds,
-                "step_seconds": one.seconds,
-                "tokens_per_second": one.tokens_per_second,
-            }
-            for one in planned
-        ],
+        "policies": [_figures(one, room) for one in planned],
+    }
+
+
+def _figures(one: "Planned", room: "MemoryLimits") -> dict[str, Any]:
+    """A step in numbers."""
+    return {
+        "policy": one.policy,
+        "fits": room.holds(one.memory),
+        "device_bytes": one.memory.device,
+        "argument_bytes": one.memory.arguments,
+        "temporary_bytes": one.memory.temporaries,
+        "host_bytes": one.memory.host,
+        "model_flops": one.flops,
+        "recomputed_flops": one.recomputed,
+        "link_bytes": {c.kind: int(c.sent) for c in one.collectives},
+        "link_seconds": one.link_seconds,
+        "step_seconds": one.seconds,
+        "tokens_per_second": one.tokens_per_second,
     }
 
 

@@ -31,11 +31,11 @@ def tool_of(content: Mapping[Any, Any], file: Path) -> Tool:
     Raises:
         ConfigError: the keys of none, or of several.
     """
-    found = {name: [mark for mark in tool.marks.split() if mark in content] for name, tool in TOOLS.items()}
-    most = max(map(len, found.values()))
-    best = [name for name, marks in found.items() if len(marks) == most]
+    marks_of = {name: [mark for mark in tool.marks.split() if mark in content] for name, tool in TOOLS.items()}
+    most = max(map(len, marks_of.values()))
+    best = [name for name, marks in marks_of.items() if len(marks) == most]
     if most and len(best) == 1:
         return TOOLS[best[0]]
     wanted = "; ".join(f"{name}'s ({', '.join(tool.marks.split())})" for name, tool in TOOLS.items())
-    given = "; ".join(f"{name}'s {', '.join(marks)}" for name, marks in found.items() if marks) or "none of them"
+    given = "; ".join(f"{name}'s {', '.join(marks)}" for name, marks in marks_of.items() if marks) or "none of them"
     raise ConfigError(f"{file}: expected the keys of one tool, {wanted}, got {given}; --from names the tool")

@@ -139,8 +139,8 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
     if form == "alpaca":
         source |= {"columns": _prompt(job, f"{where}.columns", columns, plain, answers), "texts": bool(answers)}
     elif form in ("sharegpt", "openai"):
-        found = _conversation(job, where, columns, tags, form)
-        prompt = {"prompt" if answers and name != "tools" else name: column for name, column in found.items()}
+        texts = _conversation(job, where, columns, tags, form)
+        prompt = {"prompt" if answers and name != "tools" else name: column for name, column in texts.items()}
         source["columns"] = prompt | answers
     else:
         job.refused[f"{where}.formatting"] = "alpaca, sharegpt and openai there are"

@@ -50,8 +50,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def _component(job: Job, section: str) -> tuple[str, str]:
     """The last name of a section's component, and the one before it; "": there is none."""
     name = job.take(f"{section}._component_", str) or ""
-    found = re.fullmatch(r"(?:.*?(\w+)\.)?(\w+)", name)
-    return (found[2], found[1] or "") if found else ("", "")
+    words = re.fullmatch(r"(?:.*?(\w+)\.)?(\w+)", name)
+    return (words[2], words[1] or "") if words else ("", "")
 
 
 def _model(job: Job) -> None:

@@ -112,8 +112,8 @@ def _with_sections(value: Any, inner: Any, where: str) -> Any:
 
 def _explain(options: Any, hints: dict[str, Any], settings: dict[str, Any], error: ValidationError) -> str:
     """A mistake in a sentence: an unknown key if there is one, else the first."""
-    found = error.errors(include_url=False, include_input=False)
-    mistake = max(found, key=lambda one: one["type"] == "unexpected_keyword_argument")
+    mistakes = error.errors(include_url=False, include_input=False)
+    mistake = max(mistakes, key=lambda one: one["type"] == "unexpected_keyword_argument")
     if not mistake["loc"]:  # a rule between fields, of `__post_init__`
         return str(mistake.get("ctx", {})["error"])
     key = str(mistake["loc"][0])

@@ -28,7 +28,7 @@ def describe(kind: Any, many: bool = False) -> str:
 
     Args:
         kind: an annotation of a setting; a text among its metadata is its description.
-        many: as of the items of a list.
+        many: in the plural, for the items of a list.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
-"""Of processor time, for one input."""
+"""Limit of processor time, for one input."""
 
 GROWTH = 2**30
 """Bytes that the process may take beyond what it has, for all inputs together."""
@@ -38,7 +38,7 @@ def fuzz(
     """Read inputs, print the counts, and fail with all errors, one example a place in the code.
 
     Args:
-        kind: Of the inputs; the seed, with an input's number.
+        kind: Name of the inputs; the seed, with an input's number.
         count: Number of inputs.
         make: Makes the input of a number.
         read: The tested reader; False: it refused the input itself.

@@ -23,7 +23,7 @@ _PTXAS = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bi
 
 
 class Resources(NamedTuple):
-    """Of one thread."""
+    """Resources of one thread."""
 
     registers: int
     spill_bytes: int

@@ -37,7 +37,7 @@ def stored_scale(largest, divisor, dtype):
 
 
 def values_of(matrix, scheme, dtype, top):
-    """What a matrix decodes to, as float32 values of `dtype`; `top` is the largest of all that share its scale."""
+    """A matrix decoded, as float32 values of `dtype`; `top` is the largest of all that share its scale."""
     (high, wide), divisor, magnitudes = SCHEMES[scheme]
     rows, columns = matrix.shape
     high, wide = high or rows, wide or columns

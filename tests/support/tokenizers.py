@@ -98,7 +98,7 @@ def endings(count: int, seed: int = 0) -> Iterator[str]:
 
     Args:
         count: Number of texts.
-        seed: Of the texts.
+        seed: For the texts.
     """
     draw = random.Random(seed)
     known = "ß ñ ő ł 😀 🎉 ™ 👍 世 é . 1 \u200d \u3000 \u00a0".split(" ") + [" ", "\n", "  ", "\t", "👨‍👩‍👧", "🇫🇷"]

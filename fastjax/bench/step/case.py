@@ -87,7 +87,7 @@ class StepCase:
         return self.batch * (1 if self.mesh is None else self.mesh.replicas)
 
     def plain(self, **changes: Any) -> "StepCase":
-        """The same model and rows on one device, without what changes how a step computes but not what.
+        """One device's case of the same numbers, computed in the plainest way.
 
         Args:
             **changes: fields that are given other values.

@@ -68,8 +68,8 @@ def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
         cases: this project's; those of several devices have none.
     """
     alone = [case for case in cases if case.mesh is None]
-    kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in alone]
-    return list(dict.fromkeys(case.plain(checkpointing=name) for name, case in kept))
+    recomputed = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in alone]
+    return list(dict.fromkeys(case.plain(checkpointing=name) for name, case in recomputed))
 
 
 def measure_unsloth(case: StepCase) -> StepResult:
@@ -179,17 +179,17 @@ def _measure(case: StepCase, folder: Path) -> StepResult:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     values = [float(loss) for loss in losses]
-    found = StepResult(torch.cuda.get_device_name(), jax.__version__, dtype="bfloat16", losses=values)
+    result = StepResult(torch.cuda.get_device_name(), jax.__version__, dtype="bfloat16", losses=values)
     if not all(map(math.isfinite, values)):
-        return dataclasses.replace(found, fault=f"loss {values[-1]}")
+        return dataclasses.replace(result, fault=f"loss {values[-1]}")
     count = sum(weight.numel() for weight in trained)
-    own: dict[str, Any] = {"adapter_parameters": count}
+    trained_numbers: dict[str, Any] = {"adapter_parameters": count}
     if case.method == "full":
-        own = {"trained_parameters": matrix_parameters(config)}
+        trained_numbers = {"trained_parameters": matrix_parameters(config)}
     median, rows = statistics.median(seconds[case.warmup :]), case.batch * case.seq
-    flops = step_flops(config, tokens=rows, document_length=case.seq, **own)
+    flops = step_flops(config, tokens=rows, document_length=case.seq, **trained_numbers)
     return dataclasses.replace(
-        found,
+        result,
         step_seconds=median,
         tokens_per_second=rows / median,
         model_tflops_per_second=flops / median / 1e12,

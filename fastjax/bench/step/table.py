@@ -38,8 +38,8 @@ class Line(NamedTuple):
 
     def without_figures(self, fault: str) -> "Line":
         """The line with a fault in the place of its figures."""
-        found = self.result
-        return self._replace(result=StepResult(found.device, found.jax, found.dtype, losses=found.losses, fault=fault))
+        device, jax, dtype, losses = self.result.device, self.result.jax, self.result.dtype, self.result.losses
+        return self._replace(result=StepResult(device, jax, dtype, losses=losses, fault=fault))
 
 
 def rows_of(lines: Sequence[Line], **about: Any) -> list[Row]:
@@ -57,9 +57,9 @@ def rows_of(lines: Sequence[Line], **about: Any) -> list[Row]:
     rows = []
     for line in lines:
         case, speed = line.case, line.result.tokens_per_second
-        one, own = alone.get((line.by, dataclasses.replace(case, mesh=None))), speed and speed / case.devices
+        one, each = alone.get((line.by, dataclasses.replace(case, mesh=None))), speed and speed / case.devices
         settings = dataclasses.asdict(case) | {"mesh": case.where, "devices": case.devices}
-        figures = {"tokens_per_second_per_device": own, "share_of_linear": own / one if own and one else None}
+        figures = {"tokens_per_second_per_device": each, "share_of_linear": each / one if each and one else None}
         rows.append({"by": line.by, **about, **settings, **dataclasses.asdict(line.result), **figures})
     return rows
 
@@ -76,7 +76,7 @@ def print_results(console: Console, lines: Sequence[Line]) -> None:
     counted = any(line.result.peak_bytes is not None for line in lines)
     rows = []
     for line, row in zip(lines, rows_of(lines), strict=True):
-        case, held = line.case, line.result.peak_bytes or line.result.step_bytes
+        case, memory_bytes = line.case, line.result.peak_bytes or line.result.step_bytes
         row |= {
             "by": line.by.partition(" ")[0],  # a version would not fit
             "rows": case.rows,
@@ -84,7 +84,7 @@ def print_results(console: Console, lines: Sequence[Line]) -> None:
             "options": sets.index(case.compiler_options) + 1 if case.compiler_options else None,  # nor their names
             "milliseconds": line.result.step_seconds and 1e3 * line.result.step_seconds,
             "loss": line.result.losses[-1] if line.result.losses else None,
-            "gib": held and held / 2**30,
+            "gib": memory_bytes and memory_bytes / 2**30,
             "reason": line.result.fault or line.result.error,
         }
         rows.append(row)

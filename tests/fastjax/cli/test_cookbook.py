@@ -22,7 +22,7 @@ BEGINNING = RECIPES.pop("The beginning")
 
 @pytest.fixture(scope="module")
 def beginning():
-    """What the beginning defines."""
+    """Names that the beginning defines."""
     names: dict = {}
     assert BEGINNING.count('"fastjax/assets/') == 2
     exec(BEGINNING.replace('"fastjax/assets/', f'"{ROOT}/fastjax/assets/'), names)

@@ -1,4 +1,4 @@
-"""What README and the examples say works."""
+"""README, the manual and the examples: the code that they show works."""
 
 import dataclasses
 import importlib
@@ -128,7 +128,7 @@ def named(name: str) -> object:
 
 
 def test_the_reference_has_every_public_name():
-    """What README and the manual import or spell out, and `fastjax.__all__`, are in docs/api."""
+    """Names that README and the manual import or spell out, and `fastjax.__all__`, are in docs/api."""
     pages = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
     api = "\n".join(text for file, text in pages.items() if file.parent.name == "api")
     listed = re.findall(r"^::: (\S+)$", api, re.MULTILINE)

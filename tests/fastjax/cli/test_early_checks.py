@@ -1,4 +1,4 @@
-"""What can be known of a run before its data are encoded and its weights are read is said before."""
+"""Mistakes that show before a run's data are encoded and its weights are read are errors by then."""
 
 import importlib
 import json

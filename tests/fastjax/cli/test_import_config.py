@@ -297,7 +297,7 @@ def talks(chats):
     "tests/fastjax/cli/test_import_preferences.py::test_an_imported_run_over_preferences_trains"
 )
 def test_imported_runs_train(chat_folder, chats, imported, tmp_path):
-    """The same run by each tool, whose losses are the same."""
+    """One run by each tool, with the same losses."""
     (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks(chats)}))
     losses = {}
     for name, text in RUNS.items():

@@ -1,4 +1,4 @@
-"""What is wrong with a run's model or adapter is said by `preview` as by `train`, before the data are looked for."""
+"""Mistakes in a run's model or adapter are told by `preview` as by `train`, before the data are looked for."""
 
 import json
 import re

@@ -186,7 +186,7 @@ def shown(plan, room, **training):
 
 @pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(fsdp=8)], ids=str)
 def test_the_table_has_the_flops_of_a_step(mesh):
-    """Those of the model and of the recomputation, and the reasons of policies that are not there; in 120 columns."""
+    """FLOPs of the model and of the recomputation, and why policies are left out; in 120 columns."""
     step = StepMemory(101 * 10**9, 98 * 10**9, 138 * 10**9)
     sent = (Collective("all-gather", 64, 25e9),)
     row = Planned("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)

@@ -95,7 +95,7 @@ def test_packed_rows_with_a_forced_attention(tmp_path, capsys, here):
 
 
 def test_several_devices_beside_one(tmp_path, capsys, here):
-    """The same rows on devices that share their tokens: the same losses, and the share of the devices' speed."""
+    """Rows on devices that share their tokens: the same losses, and the share of the devices' speed."""
     output = tmp_path / "step.json"
     given = ["--rank", "4", "--mesh", "one", "context=2,tensor=2", "--output", str(output)]
     options = ["--compiler_options", "xla_cpu_enable_fast_math=false"]

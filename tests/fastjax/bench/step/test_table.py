@@ -51,7 +51,7 @@ def test_what_lies_in_the_host():
 
 
 def test_several_devices():
-    """What all have alike stands above the table, and options of the compiler below it."""
+    """Settings that all have stand above the table, and options of the compiler below it."""
     case, options = dataclasses.replace(CASES[0], compiler_options=("xla_a=1",)), ("xla_a=2", "xla_b=3")
     two = dataclasses.replace(case, mesh=MeshShape(context=2, tensor=2))
     fast = dataclasses.replace(FOUND, tokens_per_second=3 * FOUND.tokens_per_second)
