@@ -79,7 +79,7 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace, console: Console) 
     from fastjax.planning.memory import MemoryLimits
     from fastjax.runs.mesh import check_model, mesh_shapes
     from fastjax.runs.opening import open_shapes
-    from fastjax.runs.plan import longest_rows, plan_run
+    from fastjax.runs.plan import Planner
 
     for name in policies or ():
         check_policy(name)
@@ -94,10 +94,10 @@ def _plan(config: TrainConfig, arguments: argparse.Namespace, console: Console) 
         if arguments.longest:
             # Of the meshes that "auto" leaves open, the one of which a device holds least.
             positions = opened.config.max_length
-            rows = longest_rows(config, positions, device, policies, room, tell, shapes[-1])
+            rows = Planner(config, device, room, tell, shapes[-1]).longest(positions, policies)
         else:
             for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits
-                planned = plan_run(config, opened, device, policies, room, tell, shape)
+                planned = Planner(config, device, room, tell, shape).plan(opened, policies)
                 if planned.best is not None:
                     break
     if planned is None:

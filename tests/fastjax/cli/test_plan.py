@@ -145,14 +145,14 @@ def test_the_longest_row_of_a_card_that_compiles_nothing(settings, tmp_path, cap
     monkeypatch.setattr("fastjax.commands.plan._device", lambda gpu, gpus: Nothing())
     measured = []
 
-    def compiled(run, policy, device, mesh):
+    def compiled(planner, run, policy):
         measured.append((run.config.model.max_seq_length, policy))
         names = ("output", "alias", "generated_code", "host_argument", "host_output", "host_alias", "host_temp")
         sizes = {f"{name}_size_in_bytes": 0 for name in (*names, "argument")}
         sizes["temp_size_in_bytes"] = 10**6 * measured[-1][0]
         return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes), as_text=lambda: "")
 
-    monkeypatch.setattr("fastjax.runs.plan._compiled", compiled)
+    monkeypatch.setattr("fastjax.runs.plan.Planner._compiled", compiled)
     output = tmp_path / "plan.json"
     options = ["--gpu", "t4", "--longest", "--checkpointing", "full", "--output", str(output)]
     assert main(["plan", settings, *options]) == 0

@@ -8,8 +8,8 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.planning.memory import MemoryLimits
-from fastjax.runs import plan
 from fastjax.runs.opening import open_shapes
+from fastjax.runs.plan import Planner
 from pallas_kernels.cards import CARDS
 from tests.support import tiny
 from tests.support.runs import config
@@ -32,7 +32,7 @@ def planned(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(tiny.config(num_hidden_layers=4)))
 
     def of(needs, limit, policies=None):
-        def compiled(run, policy, device, mesh):
+        def compiled(planner, run, policy):
             if policy not in needs:
                 raise ConfigError(f"layer_loop: no {policy}")
             analysis = SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=needs[policy] * GIB)
@@ -41,10 +41,10 @@ def planned(tmp_path, monkeypatch):
                 setattr(analysis, f"{name}_size_in_bytes", 0)
             return SimpleNamespace(memory_analysis=lambda: analysis, as_text=lambda: "ENTRY %main () -> () {")
 
-        monkeypatch.setattr(plan, "_compiled", compiled)
+        monkeypatch.setattr(Planner, "_compiled", compiled)
         own = config(model={"model_name": str(tmp_path), "max_seq_length": 32, "load_in_4bit": False})
         room = MemoryLimits(limit * GIB)
-        return plan.plan_run(own, open_shapes(own), Card(), policies, room, lambda text: None)
+        return Planner(own, Card(), room, lambda text: None).plan(open_shapes(own), policies)
 
     return of
 
