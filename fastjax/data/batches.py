@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 
 from fastjax.data.grouping import ByLength
-from fastjax.data.packing import PackedRows, Rows
+from fastjax.data.packing import PackedRows, RowArrays
 
 
 class Batch(NamedTuple):
@@ -60,11 +60,11 @@ class OwnRows(PackedRows):
             own: Places in a microbatch of the rows to build.
             batch_size: Rows in a microbatch (B).
         """
-        found = cls(*rows)
-        found.own, found.batch_size = own, batch_size
-        return found
+        owned = cls(*rows)
+        owned.own, owned.batch_size = own, batch_size
+        return owned
 
-    def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> Rows:
+    def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> RowArrays:
         """Build the arrays of microbatches, one behind the other.
 
         Args:
@@ -74,15 +74,15 @@ class OwnRows(PackedRows):
             Arrays [len(indices), row_length]; of rows that are not this process's the segments alone.
         """
         indices = np.asarray(indices)
-        here = np.isin(np.arange(len(indices)) % self.batch_size, self.own)
-        found = Rows(*(np.zeros((len(indices), self.row_length), np.int32) for _ in Rows._fields))
-        for array, built in zip(found, super().rows(indices[here]), strict=True):
-            array[here] = built
-        for row in np.flatnonzero(~here).tolist():
+        built_here = np.isin(np.arange(len(indices)) % self.batch_size, self.own)
+        rows = RowArrays(*(np.zeros((len(indices), self.row_length), np.int32) for _ in RowArrays._fields))
+        for array, built in zip(rows, super().rows(indices[built_here]), strict=True):
+            array[built_here] = built
+        for row in np.flatnonzero(~built_here).tolist():
             members = np.array(self.members(int(indices[row])), np.int64)
             lengths = self.documents.offsets[members + 1] - self.documents.offsets[members]
-            found.segment_ids[row, : lengths.sum()] = np.repeat(np.arange(1, len(members) + 1), lengths)
-        return found
+            rows.segment_ids[row, : lengths.sum()] = np.repeat(np.arange(1, len(members) + 1), lengths)
+        return rows
 
 
 class BatchSource(Protocol):
@@ -120,7 +120,7 @@ class Batches(NamedTuple):
         batch_size: Rows in a microbatch (B).
         accumulation_steps: Microbatches in a batch (A).
         shuffle: Permute the rows of each epoch; otherwise they keep the data set's order.
-        seed: Of the permutations.
+        seed: Seed of the permutations.
         by_length: Orders and cuts batches whose rows are of similar length; None: they are whole rows in any order.
     """
 
@@ -221,7 +221,7 @@ def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_ro
 
     Args:
         rows: The rows of a data set.
-        numbers: Of the batch's rows; one outside [0, len(rows)) is a row of padding.
+        numbers: Numbers of the batch's rows; one outside [0, len(rows)) is a row of padding.
         documents_per_row: Room for documents in the fields (D); None: what `rows` need.
 
     Returns:
@@ -237,10 +237,10 @@ def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_ro
     for name, values in rows.fields.items():
         for row, documents in enumerate(members):
             extra[name][row, : len(documents)] = values[documents]
-    return batch._replace(extra={name: found.reshape(*numbers.shape, -1) for name, found in extra.items()})
+    return batch._replace(extra={name: values.reshape(*numbers.shape, -1) for name, values in extra.items()})
 
 
-def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:
+def stack(rows: RowArrays, shape: tuple[int, ...]) -> Batch:
     """Reshape A * B rows to a batch.
 
     Args:

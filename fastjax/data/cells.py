@@ -65,8 +65,8 @@ def check_text(value: Any, where: str, name: str) -> str:
 
     Args:
         value: The value; returned.
-        where: Its place, for the error.
-        name: Of its column.
+        where: File and line, for the error.
+        name: The column's name.
     """
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} must be a string, found {describe(value)}")

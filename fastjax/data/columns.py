@@ -83,7 +83,7 @@ def parse_messages(value: Any, where: str) -> list[Message]:
 
     Args:
         value: A list of messages, as in the column `messages`.
-        where: Its name in errors.
+        where: The name of the list in errors.
 
     Returns:
         The messages for templates.
@@ -130,8 +130,8 @@ def completion_record(cells: Cells, prompt: Any, completion: Any, meaning: str, 
         cells: The row.
         prompt: A text, or a list of messages.
         completion: The same.
-        meaning: That of the completion's column, for errors.
-        templated: As of `parse_row`.
+        meaning: The meaning of the completion's column, for errors.
+        templated: See `parse_row`.
 
     Raises:
         DataError: Values of the wrong type.
@@ -225,9 +225,9 @@ def _kind(cells: Cells) -> str:
 @functools.lru_cache(maxsize=16)
 def _wanted(columns: tuple[tuple[str, str], ...]) -> tuple[dict[str, tuple[str, ...]], bool]:
     """Each kind → the columns that identify it, and whether `columns` names any of them."""
-    here = dict(columns)
-    named = {kind: needed for kind, needed in KINDS.items() if any(meaning in here for meaning in needed)}
-    wanted = {kind: tuple(here.get(m, m) for m in needed) for kind, needed in (named or KINDS).items()}
+    names = dict(columns)
+    named = {kind: needed for kind, needed in KINDS.items() if any(meaning in names for meaning in needed)}
+    wanted = {kind: tuple(names.get(m, m) for m in needed) for kind, needed in (named or KINDS).items()}
     return wanted, bool(named)
 
 
@@ -307,7 +307,7 @@ def _message(message: Any, where: str) -> Message:
         content = [part for part in content if not _is_thought(part)]
         thought = "".join(part["thinking"] for part in thoughts)
         message = message | {"content": content, "reasoning_content": thought}
-    calls = next((found for key in _CALLS if (found := _json(message.get(key), where, key))), None)
+    calls = next((calls for key in _CALLS if (calls := _json(message.get(key), where, key))), None)
     if not isinstance(content, str):
         content = _joined(content, where, may_be_none=bool(calls))
     if not (None in message.values() or message.keys() & _READ) and content is message["content"]:
@@ -399,16 +399,16 @@ def unpacked(value: Any) -> Any:
     """A conversation that is written as JSON text, as tables hold one, as a list; anything else as it is.
 
     Args:
-        value: Of a column that may be plain text, too.
+        value: The value of a column that may be plain text, too.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        found = strict_json.parse(value)
+        messages = strict_json.parse(value)
     except ValueError:
         return value
-    is_one = all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in found)
-    return found if found and is_one else value
+    is_one = all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in messages)
+    return messages if messages and is_one else value
 
 
 def _json(value: Any, where: str, name: str) -> Any:

@@ -26,7 +26,7 @@ class DataStatistics(NamedTuple):
         special_tokens: The reading of special tokens in content.
         apart: Examples more than rows of data, since the chat template rewrites earlier answers: one an answer.
         elsewhere: Answers that follow on another text than the generation prompt.
-        desirable: Of single answers with a label, the desirable ones of an epoch.
+        desirable: The desirable answers of an epoch, where single answers have a label.
         undesirable: The others.
     """
 
@@ -92,7 +92,7 @@ class Dataset(NamedTuple):
     """A data set ready for `Batches`.
 
     Attributes:
-        rows: Its rows.
+        rows: The rows.
         statistics: Counts of its examples and tokens.
         fingerprint: A checksum of the rows, independent of their origin.
         max_token_id: The largest token id, for which the model's embedding must have a row.

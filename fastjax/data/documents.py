@@ -113,7 +113,7 @@ class Documents(NamedTuple):
         targets: The token that follows each, or -100.
         offsets: The start of each document, and the total at the end.
         examples: Each document's example, by index, ascending.
-        counts: Of all examples.
+        counts: Counts of all examples.
     """
 
     tokens: Int32[np.ndarray, " N"]

@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
         Args:
             records: The examples.
             row_length: Tokens in a row.
-            options: Of the data.
+            options: The options of the data.
             order: The examples of an epoch, with repetitions.
         """
         documents, counts, chosen = self.documents, self.documents.counts, None
@@ -108,7 +108,7 @@ def encode_records(
 
     Args:
         records: The examples.
-        encoder: Of their texts.
+        encoder: The encoder of their texts.
         max_seq_length: Tokens in a row.
         where: The data set's name in errors.
         progress: Takes messages for people.
@@ -134,7 +134,7 @@ def nothing_to_learn(where: str, documents: Documents, max_seq_length: int, loss
 
     Args:
         where: The data set.
-        documents: Its documents, none, with their counts.
+        documents: The documents, none, with their counts.
         max_seq_length: Tokens in a row.
         loss_on: The target tokens.
     """
@@ -155,7 +155,7 @@ def told(
     """Chunks of examples with the number of those before each, and messages on the way.
 
     Args:
-        chunks: Of `Encoder.encode`.
+        chunks: The chunks of `Encoder.encode`.
         total: Number of records of all chunks.
         unit: What they are called.
         where: The data set's name.

@@ -393,13 +393,13 @@ class Encoder:
 
 def _responses(text: str, instruction_part: str, response_part: str) -> list[tuple[int, int]]:
     """The ranges of characters behind each response_part up to the next instruction_part or the text's end."""
-    found, place = [], 0
+    spans, place = [], 0
     while (begin := text.find(response_part, place)) >= 0:
         start = begin + len(response_part)
         place = text.find(instruction_part, start)
         place = len(text) if place < 0 else place
-        found.append((start, place))
-    return found
+        spans.append((start, place))
+    return spans
 
 
 def check_characters(text: str, where: str) -> None:
@@ -407,7 +407,7 @@ def check_characters(text: str, where: str) -> None:
 
     Args:
         text: The text.
-        where: Its place, for the error.
+        where: File and line, for the error.
 
     Raises:
         DataError: It holds half of a surrogate pair.
@@ -440,7 +440,7 @@ def _token_span(encoding: TokenOffsets, start: int, end: int) -> tuple[int, int]
 
 
 def _plain(backend: "Tokenizer") -> "Tokenizer":
-    """The same tokenizer without truncation and padding, with offsets that cover every character."""
+    """A tokenizer without truncation and padding, with offsets that cover every character."""
     processor = backend.post_processor
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     if backend.truncation is None and backend.padding is None and not trims:

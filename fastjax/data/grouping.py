@@ -16,7 +16,7 @@ from fastjax.data.packing import PackedRows
 POOL = 50
 #: Lengths of batches in one run, at most.
 LENGTHS = 8
-#: Of which lengths are multiples, for kernels that compute so many tokens at once.
+#: The divisor of lengths, for kernels that compute so many tokens at once.
 TILE = 128
 
 

@@ -31,30 +31,30 @@ def left_out(
         messages: The conversation.
         variables: The template's other variables in it.
         text: The rendering.
-        learnt: Of each turn to learn by its index: its own text, and the rendering in which it is learnt.
+        learnt: The index of each turn to learn → its own text, and the rendering in which it is learnt.
         read: Names of the variables that the template reads.
 
     Returns:
         Some of the names above, such as TOOLS.
     """
-    found = set()
+    kinds = set()
     for index, message in enumerate(messages):
         said, within = learnt.get(index, (text, text))
         for kind, part in _parts(message, index in learnt):
             if not _stands(part, said if kind == TOOL_CALLS else within):
-                found.add(kind)
+                kinds.add(kind)
     called = collections.Counter(_function(call) for message in messages for call in message.get("tool_calls") or ())
     for tool in variables.get("tools") or ():
         name = _function(tool)
         if name and text.count(name) <= called[name]:  # of a call or the tool that it calls one is missing
             about = _inner(tool).get("description")
-            found.add(TOOL_CALLS if called[name] and _stands(about if isinstance(about, str) else "", text) else TOOLS)
+            kinds.add(TOOL_CALLS if called[name] and _stands(about if isinstance(about, str) else "", text) else TOOLS)
     for document in variables.get("documents") or ():
         if not _stands(_longest(document), text):
-            found.add(DOCUMENTS)
+            kinds.add(DOCUMENTS)
     if variables.keys() - {"tools", "documents"} - set(read):
-        found.add(VARIABLES)
-    return found
+        kinds.add(VARIABLES)
+    return kinds
 
 
 def _parts(message: Message, learnt: bool) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ def choose(
         sizes: Examples in each data set.
         weights: The weight of each; None in all: every example once.
         ends: The end of the epoch.
-        seed: Of the random parts.
+        seed: Seed of the random parts.
 
     Returns:
         For each data set the indices of its examples, ascending, with repetitions.

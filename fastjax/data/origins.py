@@ -45,7 +45,7 @@ class Origins(NamedTuple):
         """The name of an example.
 
         Args:
-            example: Its index.
+            example: The example's index.
         """
         number = int(self.number[example])
         return self.places[self.place[example]] + (str(number) if number >= 0 else "")

@@ -18,7 +18,7 @@ from fastjax.data.documents import IGNORE, Documents, spans
 from fastjax.data.origins import Origins
 
 
-class Rows(NamedTuple):
+class RowArrays(NamedTuple):
     """Input rows of the model.
 
     Attributes:
@@ -65,13 +65,13 @@ class PackedRows(NamedTuple):
         """The documents of a row, by index.
 
         Args:
-            row: Its number; none are in one outside [0, len(self)).
+            row: The row's number; none are in one outside [0, len(self)).
         """
         if not 0 <= row < len(self):
             return []
         return self.order[self.offsets[row] : self.offsets[row + 1]].tolist()
 
-    def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> Rows:
+    def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> RowArrays:
         """Build the arrays of rows.
 
         Args:
@@ -93,13 +93,13 @@ class PackedRows(NamedTuple):
                 segment_ids[row, start:end] = segment
                 positions[row, start:end] = np.arange(end - start, dtype=np.int32)
                 start = end
-        return Rows(tokens, targets, segment_ids, positions)
+        return RowArrays(tokens, targets, segment_ids, positions)
 
     def describe(self, row: int, most: int = 8) -> str:
         """Name the places of a row's examples, for people.
 
         Args:
-            row: Its number.
+            row: The row's number.
             most: Names at most.
 
         Returns:

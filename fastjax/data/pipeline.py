@@ -51,7 +51,7 @@ def prepare(
         options: The treatment of the rows; without any the defaults, and no cache.
         held_out: With `val_set_size`, whether the examples are those held out, or the others.
         preferences: The pairing of answers and their `max_length` (`encode_preferences`); None: examples of one answer.
-        seed: Of the random parts of a mixture.
+        seed: Seed of the random parts of a mixture.
         now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: the present, or what kept data
             have, whose first run's date stays.
         progress: Takes messages for people; None: no messages.
@@ -67,9 +67,9 @@ def prepare(
         split = () if size is None else (size, held_out)
         shaping = [*shaped_by(options, max_seq_length), options.mixture_ends, seed, *split, *(preferences or ())]
         folder = Path(options.cache_dir).expanduser() / identity(opened, tokenizer, shaping)
-        found = cache.load(folder)
-        if found is not None and (now is None or found[1].get("now") in (None, now)):
-            return _kept(*found)
+        entry = cache.load(folder)
+        if entry is not None and (now is None or entry[1].get("now") in (None, now)):
+            return _from_cache(*entry)
     encoder, now = timed_encoder(tokenizer, options, now)
     read = _read(opened, options, preferences)
     if size is not None:
@@ -96,7 +96,7 @@ def open_data(
         sources: The data sets.
         tokenizer: The tokenizer; changed in place.
         options: Their options.
-        streaming: As of `open_sources`.
+        streaming: See `open_sources`.
 
     Raises:
         OSError: A missing file or data set.
@@ -115,7 +115,7 @@ def timed_encoder(
 
     Args:
         tokenizer: The tokenizer, with the chat template.
-        options: Of the data.
+        options: The options of the data.
         now: The time in ISO 8601; None: the present.
 
     Returns:
@@ -132,7 +132,7 @@ def shaped_by(options: DataOptions, max_seq_length: int) -> list[Any]:
     """The options by which an example becomes documents of rows, for `identity`.
 
     Args:
-        options: Of the data.
+        options: The options of the data.
         max_seq_length: Tokens in a row.
     """
     return [
@@ -191,7 +191,7 @@ def _read(
 
 
 def _split(read: Sequence[_ReadSet], size: float, held_out: bool) -> list[_ReadSet]:
-    """Of each data set the examples that are held out, or the others; without those of which nothing is left."""
+    """The examples of each data set that are held out, or the others; data sets without any are left out."""
     chosen = []
     for one, numbers in zip(read, split_off([len(one.records) for one in read], size), strict=True):
         apart = set(numbers.tolist())
@@ -218,6 +218,6 @@ def _mix(
     return records, np.concatenate(order)
 
 
-def _kept(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
+def _from_cache(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
     statistics = DataStatistics(**extra["statistics"])
     return Dataset(rows, statistics, extra["fingerprint"], extra["max_token_id"], True, extra.get("now"))

@@ -36,7 +36,7 @@ def parse_preference(
         where: File and line, for errors.
         columns: Meaning → column name; the default is the meaning itself.
         pairing: Whether pairs are wanted, with their margin (0 without one) or not, or single answers.
-        templated: As of `columns.parse_row`.
+        templated: See `columns.parse_row`.
 
     Raises:
         DataError: Other columns, or values of the wrong type.
@@ -139,5 +139,5 @@ def _common(chosen: Any, rejected: Any) -> int:
     A text's last space before the difference belongs to the answers, as a tokenizer has it.
     """
     most = min(len(chosen), len(rejected)) - 1
-    length = next((place for place in range(most) if chosen[place] != rejected[place]), max(most, 0))
+    length = next((n for n in range(most) if chosen[n] != rejected[n]), max(most, 0))
     return length - 1 if isinstance(chosen, str) and length and chosen[length - 1] == " " else length

@@ -28,8 +28,8 @@ class Group(NamedTuple):
     Attributes:
         example: The index of their record.
         documents: Their tokens.
-        roles: Of each.
-        margin: Of a pair.
+        roles: The role of each document.
+        margin: The margin of a pair.
     """
 
     example: int
@@ -51,8 +51,9 @@ def encode_preferences(
 
     Args:
         records: The examples.
-        encoder: Of their texts; its options' `loss_on` is "responses" or "last_response". By their `too_long` a group
-            longer than a row, or an answer longer than `max_length`, is cut ("truncate") or left out ("drop").
+        encoder: The encoder of their texts; its options' `loss_on` is "responses" or "last_response". By their
+            `too_long` a group longer than a row, or an answer longer than `max_length`, is cut ("truncate") or left out
+            ("drop").
         max_seq_length: Tokens in a row.
         where: The data set's name in errors.
         progress: Takes messages for people.
@@ -96,18 +97,18 @@ def _encoded(
 ) -> tuple[list[list[Example]], notes.Notes]:
     """The answers of each record as tokens, and the records that people should know of."""
     owners = [index for index, record in enumerate(records) for _ in record.answers]
-    found: list[list[Example]] = [[] for _ in records]
+    encoded: list[list[Example]] = [[] for _ in records]
     noted: dict[str, dict[int, None]] = {}
     answers = (answer for record in records for answer in record.answers)
     chunks = encoder.encode(answers, apart=False)
     for done, examples in told(chunks, len(owners), "answers", where, progress):
-        for kind, own in examples.noted.items():
-            noted.setdefault(kind, {}).update(dict.fromkeys(owners[done + index] for index in own))
+        for kind, numbers in examples.noted.items():
+            noted.setdefault(kind, {}).update(dict.fromkeys(owners[done + index] for index in numbers))
         for index in range(len(examples)):
-            found[owners[done + index]].append(examples[index])
+            encoded[owners[done + index]].append(examples[index])
     counted: notes.Notes = {}
     notes.add(counted, {kind: list(rows) for kind, rows in noted.items()}, records)
-    return found, counted
+    return encoded, counted
 
 
 def _pairs(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]]) -> list[Group]:
@@ -139,27 +140,27 @@ def _single(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]
 def _same(group: Group, answers: Sequence[Example]) -> bool:
     """Whether the two answers of a pair are the same tokens as they fit; of single ones the chosen stands for both."""
     single = Role.MISMATCHED in group.roles or len(group.roles) == 1
-    found = (answers if group.roles[0] == Role.CHOSEN else ()) if single else group.documents
-    return len(found) == 2 and np.array_equal(found[0].tokens, found[1].tokens)
+    pair = (answers if group.roles[0] == Role.CHOSEN else ()) if single else group.documents
+    return len(pair) == 2 and np.array_equal(pair[0].tokens, pair[1].tokens)
 
 
 def _mismatched(example: Example, other: Example) -> Example:
     """The prompt of one example with the completion of another."""
-    own, behind = int(np.argmax(example.learn)), int(np.argmax(other.learn))
-    parts = zip(example, other, strict=True)
-    return Example(*(np.concatenate([mine[:own], its[behind:]]) for mine, its in parts))
+    prompt, start = int(np.argmax(example.learn)), int(np.argmax(other.learn))
+    arrays = zip(example, other, strict=True)
+    return Example(*(np.concatenate([asked[:prompt], answered[start:]]) for asked, answered in arrays))
 
 
 def _fitted(
     group: Group, row_length: int, max_length: int | None, too_long: TooLong, last_token: bool
 ) -> tuple[str | None, Group | None]:
-    """What becomes of a group, and the group as it fits a row; None: it is left out.
+    """A group cut to fit a row, None where it is left out, and its fate before that: "truncated", "dropped", ….
 
     Args:
         group: The group.
         row_length: Tokens in a row.
-        max_length: As of `encode_preferences`.
-        too_long: As of `encode_preferences`.
+        max_length: See `encode_preferences`.
+        too_long: See `encode_preferences`.
         last_token: Whether the last token that is scored is an input too.
     """
     behind = 0 if last_token else 1  # tokens of a document that are no inputs

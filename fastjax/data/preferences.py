@@ -18,7 +18,7 @@ from fastjax.data.packing import PackedRows, pack_documents
 
 
 class Role(enum.IntEnum):
-    """What a document is to a loss of preferences.
+    """The part that a document has in a loss of preferences.
 
     Attributes:
         NONE: nothing, or there is no such document.
@@ -103,15 +103,15 @@ def documents_of(
 
 
 def with_reference(rows: PackedRows, log_probs: Float32[np.ndarray, "R D"]) -> PackedRows:
-    """The same rows with the log-probabilities of their documents under the reference.
+    """Rows with the log-probabilities of their documents under the reference.
 
     Args:
         rows: of `pack_preferences`.
         log_probs: row after row, in the places of `batch_of`.
     """
-    found = np.zeros(len(rows.documents), np.float32)
+    reference = np.zeros(len(rows.documents), np.float32)
     for row in range(len(rows)):
         members = rows.members(row)
-        found[members] = log_probs[row, : len(members)]
-    fields = {**rows.fields, "reference_log_probs": found}
+        reference[members] = log_probs[row, : len(members)]
+    fields = {**rows.fields, "reference_log_probs": reference}
     return PackedRows(rows.documents, rows.order, rows.offsets, rows.row_length, rows.origins, fields)

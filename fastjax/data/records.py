@@ -14,7 +14,7 @@ class TextRecord(NamedTuple):
 
     Attributes:
         text: The text.
-        where: Its place, such as file and line, for messages to the user.
+        where: File and line, or another name of its place, for messages to the user.
         prompt: Characters at its beginning that are not learnt.
     """
 
@@ -28,7 +28,7 @@ class ChatRecord(NamedTuple):
 
     Attributes:
         messages: The messages in order, none of their values None.
-        where: Its place, such as file and line, for messages to the user.
+        where: File and line, or another name of its place, for messages to the user.
         tools: The functions that the assistant may call, as JSON schemas; None: none.
         prompt: Messages at its beginning that are not learnt.
         train: Each message's flag, None where it has none; None: no message has one.
@@ -49,7 +49,7 @@ class TokenRecord(NamedTuple):
     Attributes:
         tokens: The ids.
         learn: Whether each is learnt.
-        where: Its place, such as file and line, for messages to the user.
+        where: File and line, or another name of its place, for messages to the user.
         completion: Whether each is part of a completion, which alone is learnt unless all is; None: unknown.
     """
 
@@ -73,7 +73,7 @@ class PreferenceRecord(NamedTuple):
         answers: Each with its prompt, which is not learnt; of a pair the chosen one and the rejected one.
         desirable: Whether each is chosen, or marked as desirable.
         where: Their place, for messages to the user.
-        margin: Of a pair, by how much the chosen answer's score should be larger.
+        margin: By how much, in a pair, the chosen answer's score should be larger.
     """
 
     answers: tuple[Record, ...]

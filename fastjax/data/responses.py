@@ -48,11 +48,11 @@ class Conversation:
         """Take a conversation; nothing is rendered yet.
 
         Args:
-            template: Its template.
+            template: The chat template.
             messages: The messages in order.
             where: Their place, for errors.
             tools: The functions that the assistant may call.
-            options: As of `ChatTemplate.render`.
+            options: Further variables; see `ChatTemplate.render`.
         """
         self.messages = messages
         self.turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -119,19 +119,19 @@ class Conversation:
         return [*alone, chat._replace(responses=responses, elsewhere=elsewhere, left_out=missing)]
 
     def _by_marks(self, chat: RenderedChat, learnt: Sequence[int]) -> list[RenderedChat]:
-        chat = self._own_marks(chat, len(self.turns))
+        chat = self._without_closing(chat, len(self.turns))
         rewritten = self._rewritten(chat.text, learnt)
         kept = [index for index in learnt if index not in rewritten]
         alone = [
-            own._replace(responses=self._marked(own, self.turns[: self.turns.index(index) + 1], [index]))
-            for index, own in rewritten.items()
+            through._replace(responses=self._marked(through, self.turns[: self.turns.index(index) + 1], [index]))
+            for index, through in rewritten.items()
         ]
         said = {index: (chat.text, chat.text) for index in kept}
         if len(self.turns) == len(chat.responses):
             for index in kept:
                 start, end = chat.responses[self.turns.index(index)]
                 said[index] = self._checked(chat.text[start:end], index), chat.text
-        said |= {index: (own.text, own.text) for index, own in rewritten.items()}
+        said |= {index: (through.text, through.text) for index, through in rewritten.items()}
         whole = chat._replace(responses=self._marked(chat, self.turns, kept), left_out=self._left_out(chat.text, said))
         return [*alone, *([whole] if kept or whole.others or not alone else [])]
 
@@ -209,7 +209,7 @@ class Conversation:
 
     def _others(self, text: str, learnt: Sequence[int]) -> list[tuple[int, int]]:
         """The ranges of messages of other roles than the assistant's; one for successive ones of a role in one turn."""
-        found, taken, behind = [], set(learnt), 0
+        ranges, taken, behind = [], set(learnt), 0
         for first in learnt:
             if first < behind:
                 continue
@@ -227,35 +227,33 @@ class Conversation:
                     f"{self._where}: the chat template does not write messages[{first}], the {role}'s, by itself, so "
                     "it cannot be told apart; learn other tokens (loss_on: responses, or all)"
                 )
-            found.append((len(begun), len(through)))
-        return found
+            ranges.append((len(begun), len(through)))
+        return ranges
 
     def _rewritten(self, text: str, learnt: Sequence[int]) -> dict[int, RenderedChat]:
         """The learnt turns that a conversation's text has otherwise than the text that ends with them → the latter."""
-        found = {}
+        rewritten = {}
         for index in learnt if self._ends.rewrites else ():
             if index + 1 < len(self.messages):
-                own = self._beginning(index + 1)
-                if self._ends.last(own.text, text)[1] is None:
-                    found[index] = self._own_marks(own, self.turns.index(index) + 1)
-        return found
+                through = self._beginning(index + 1)
+                if self._ends.last(through.text, text)[1] is None:
+                    rewritten[index] = self._without_closing(through, self.turns.index(index) + 1)
+        return rewritten
 
-    def _own_marks(self, chat: RenderedChat, turns: int) -> RenderedChat:
-        """The same marks without what closes the conversation behind its last turn, and, of more marks than turns,
-        without those that hold nothing.
-        """
-        own = len(chat.text.removesuffix(self._ends.closing))
-        found = [(start, min(end, own)) for start, end in chat.responses if start < own]
-        if len(found) > turns:
-            found = [(start, end) for start, end in found if start < end]
-        return chat._replace(responses=found)
+    def _without_closing(self, chat: RenderedChat, turns: int) -> RenderedChat:
+        """The marks up to the end of the last turn; where they are more than the turns, those that hold anything."""
+        last = len(chat.text.removesuffix(self._ends.closing))
+        marks = [(start, min(end, last)) for start, end in chat.responses if start < last]
+        if len(marks) > turns:
+            marks = [(start, end) for start, end in marks if start < end]
+        return chat._replace(responses=marks)
 
     def _marked(self, chat: RenderedChat, turns: Sequence[int], learnt: Sequence[int]) -> list[tuple[int, int]]:
         """The marked responses of the learnt turns; a turn's marks follow those of the messages before it."""
         if not learnt or len(learnt) == len(turns):
             return chat.responses if learnt else []
         runs = [(is_learnt, next(run)) for is_learnt, run in itertools.groupby(turns, learnt.__contains__)]
-        before = (self._own_marks(self._beginning(at), turns.index(at)) for _, at in runs[1:])
+        before = (self._without_closing(self._beginning(at), turns.index(at)) for _, at in runs[1:])
         starts = [0, *(len(part.responses) for part in before)]
         ends = [*starts[1:], len(chat.responses)]
         kept = [(start, end) for (is_learnt, _), start, end in zip(runs, starts, ends, strict=True) if is_learnt]

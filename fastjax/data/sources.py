@@ -29,8 +29,8 @@ class OpenSource(NamedTuple):
     """A data set that exists.
 
     Attributes:
-        source: Its description.
-        files: Its files, in order; None: `datasets` reads it.
+        source: The description.
+        files: The files, in order; None: `datasets` reads it.
         dataset: The `datasets.Dataset`, or its `IterableDataset`; None: it has files.
     """
 
@@ -80,7 +80,7 @@ class OpenSource(NamedTuple):
         if self.files is not None:
             rows = itertools.chain.from_iterable(map(read_rows, self.files))
             return itertools.islice(_sliced(rows, self.source.split), skip, None)
-        given = isinstance(self.dataset, Rows)  # whose nulls a program wrote; Arrow's are those of a schema
+        given = isinstance(self.dataset, InMemoryRows)  # whose nulls a program wrote; Arrow's are those of a schema
         if given:
             rows = itertools.islice(self.dataset, skip, None)
         else:
@@ -99,7 +99,7 @@ Sources = Source | Sequence[Source]
 _NAMED = (str, Path, DataSource, OpenSource)
 
 
-class Rows:
+class InMemoryRows:
     """Rows that a program has made, read as a `datasets.Dataset` is."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], name: str):
@@ -152,7 +152,7 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise ConfigError(f"{name}: expected a data set, an iterable of dicts or a path, got {type(rows).__name__}")
     if not hasattr(rows, "_fingerprint"):
-        rows = Rows(map(without_nulls, rows) if arrow else rows, name)
+        rows = InMemoryRows(map(without_nulls, rows) if arrow else rows, name)
     return OpenSource(DataSource(name, columns=columns), None, rows)
 
 
@@ -194,9 +194,8 @@ def _open_one(item: Any, name: str, columns: dict[str, str] | None, streaming: b
     source = item if isinstance(item, DataSource) else DataSource(str(item))
     columns = columns if source.columns is None else source.columns
     source = dataclasses.replace(source, streaming=streaming, columns=columns)
-    found = _find(source)
-    if found is not None:
-        return found
+    if (opened := _find(source)) is not None:
+        return opened
     path = _expanded(source)
     return _of_folder(source, path) if Path(path).is_dir() else OpenSource(source, None, _load(source, path))
 
@@ -315,10 +314,10 @@ def _sliced(rows: Iterator[Row], split: str | None) -> Iterator[Row]:
     start, stop = match["start"] or "0", match["stop"]
     if start.isdecimal() and (stop is None or stop.isdecimal()):
         return itertools.islice(rows, int(start), None if stop is None else int(stop))
-    kept = list(rows)
+    listed = list(rows)
 
     def index(bound: str) -> int:
         value = int(bound.rstrip("%"))
-        return round(value * len(kept) / 100) if bound.endswith("%") else value
+        return round(value * len(listed) / 100) if bound.endswith("%") else value
 
-    return iter(kept[index(start) : None if stop is None else index(stop)])
+    return iter(listed[index(start) : None if stop is None else index(stop)])

@@ -68,7 +68,7 @@ class ContentAsText:
 
         Args:
             tokenizer: The tokenizer; unchanged.
-            texts: Its special tokens.
+            texts: The texts of its special tokens.
 
         Raises:
             ConfigError: The tokenizer cannot read a special token's text as text.
@@ -85,7 +85,7 @@ class ContentAsText:
 
         Args:
             value: A text, or messages or tools.
-            where: Its place, for errors.
+            where: File and line, for errors.
 
         Returns:
             The content, possibly `value` itself.
@@ -119,16 +119,16 @@ class ContentAsText:
 
         Args:
             text: The content of a row.
-            where: Its place, for the error.
+            where: File and line, for the error.
 
         Raises:
             DataError: The text holds one.
         """
-        found = _RESERVED.search(text)
-        if found is not None:
+        reserved = _RESERVED.search(text)
+        if reserved is not None:
             raise DataError(
-                f"{where}: the character U+{ord(found[0]):04X}, which Unicode keeps for programs' own use, cannot be "
-                "read with special_tokens: text; remove it"
+                f"{where}: the character U+{ord(reserved[0]):04X}, which Unicode keeps for programs' own use, cannot "
+                "be read with special_tokens: text; remove it"
             )
 
     def _check(self, texts: SpecialTexts, control: dict[str, str], folder: str) -> None:

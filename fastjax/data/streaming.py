@@ -23,7 +23,7 @@ from fastjax.data.documents import Counts, Documents, Examples
 from fastjax.data.encoded import Say, nothing_to_learn
 from fastjax.data.mixture import next_source
 from fastjax.data.origins import Origins
-from fastjax.data.packing import PackedRows, Rows, pack_documents
+from fastjax.data.packing import PackedRows, RowArrays, pack_documents
 from fastjax.data.pipeline import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.prefetch import Prefetched
 from fastjax.data.records import Record
@@ -44,8 +44,8 @@ _REMEMBERED = 4096
 """Latest steps whose rows are known."""
 
 
-class Place(NamedTuple):
-    """A place in the data sets.
+class StreamPosition(NamedTuple):
+    """A position in the data sets.
 
     Attributes:
         taken: Examples taken from each since its last beginning.
@@ -64,12 +64,12 @@ class _Window(NamedTuple):
     """Rows of successive examples.
 
     Attributes:
-        place: The place of the first example.
+        start: The position of the first example.
         rows: Their rows.
         order: The order of dealing out.
     """
 
-    place: Place
+    start: StreamPosition
     rows: PackedRows
     order: np.ndarray
 
@@ -81,9 +81,9 @@ class StreamedBatches:
     data set begins again at its own end, and the others go on, so that every example has its turn.
 
     Attributes:
-        fingerprint: Of everything that shapes the rows: the data sets, the tokenizer, the options.
-        counts: Of the examples read so far, ahead of training.
-        now: As of `Dataset`.
+        fingerprint: A fingerprint of everything that shapes the rows: the data sets, the tokenizer, the options.
+        counts: Counts of the examples read so far, ahead of training.
+        now: See `Dataset`.
     """
 
     steps_per_epoch = None
@@ -111,8 +111,8 @@ class StreamedBatches:
             batch_size: Rows in a microbatch (B).
             accumulation_steps: Microbatches in a batch (A).
             options: The treatment of the rows; nothing is held out, and nothing kept.
-            seed: Of the order of the rows.
-            now: As of `prepare`.
+            seed: Seed of the order of the rows.
+            now: See `prepare`.
             progress: Takes a message at the first row with special tokens in its content.
 
         Raises:
@@ -152,14 +152,16 @@ class StreamedBatches:
         """
         if position:
             step = start
-            place = Place(tuple(position["taken"]), tuple(position["drawn"]), position["window"], position["rows"])
+            start_of_window = StreamPosition(
+                tuple(position["taken"]), tuple(position["drawn"]), position["window"], position["rows"]
+            )
             dealt = int(position["dealt"])
         else:
             nothing = (0,) * len(self._sources)
-            step, place, dealt = 0, Place(nothing, nothing), 0
-        self._positions[step] = _position(place, dealt)
+            step, start_of_window, dealt = 0, StreamPosition(nothing, nothing), 0
+        self._positions[step] = _position(start_of_window, dealt)
         per_batch = self._shape[0] * self._shape[1]
-        with Prefetched(self._make_windows(place), depth=1) as windows:
+        with Prefetched(self._make_windows(start_of_window), depth=1) as windows:
             waiting: list[tuple[_Window, int]] = []  # rows to deal out, by their place in the order
             while stop is None or step < stop:
                 while len(waiting) < per_batch:
@@ -210,34 +212,34 @@ class StreamedBatches:
 
     def _describe(self, row: int) -> str:
         for window in list(self._windows):
-            index = row - window.place.rows
+            index = row - window.start.rows
             if 0 <= index < len(window.rows):
                 return window.rows.describe(index)
         return "no longer known"
 
     def _remember(self, step: int, batch: list[tuple[_Window, int]], waiting: list[tuple[_Window, int]]) -> None:
         """Record a step's rows and the position of the next."""
-        numbers = [window.place.rows + int(window.order[n]) for window, n in batch]
+        numbers = [window.start.rows + int(window.order[n]) for window, n in batch]
         self._numbers[step] = np.array(numbers, np.int64).reshape(self._shape)
         if waiting:
-            position = _position(waiting[0][0].place, waiting[0][1])
+            position = _position(waiting[0][0].start, waiting[0][1])
         else:
             window, n = batch[-1]
-            position = _position(window.place, n + 1)
+            position = _position(window.start, n + 1)
         self._positions[step + 1] = position
         self._positions.pop(step + 1 - _REMEMBERED, None)
         self._numbers.pop(step - _REMEMBERED, None)
 
     def _batch(self, batch: list[tuple[_Window, int]]) -> Batch:
         parts = []
-        for _, group in itertools.groupby(batch, key=lambda item: item[0].place.window):
+        for _, group in itertools.groupby(batch, key=lambda item: item[0].start.window):
             (window, *_), places = zip(*group, strict=True)
             parts.append(window.rows.rows(window.order[list(places)]))
-        return stack(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
+        return stack(RowArrays(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
 
-    def _make_windows(self, place: Place) -> Iterator[_Window]:
+    def _make_windows(self, start: StreamPosition) -> Iterator[_Window]:
         options = self._encoder.options
-        reader = _Reader(self._sources, place, templated=options.chat_template is not None)
+        reader = _Reader(self._sources, start, templated=options.chat_template is not None)
         while True:
             reader.restarts = [0] * len(self._sources)
             records: list[Record] = []
@@ -259,8 +261,8 @@ class StreamedBatches:
             self.counts = Counts(*np.add(self.counts, documents.counts).tolist())
             origins = Origins.of(record.where for record in records)
             rows = pack_documents(documents, self._row_length, packing=options.packing, origins=origins)
-            yield _Window(place, rows, np.random.default_rng((self._seed, place.window)).permutation(len(rows)))
-            place = reader.place(place.window + 1, place.rows + len(rows))
+            yield _Window(start, rows, np.random.default_rng((self._seed, start.window)).permutation(len(rows)))
+            start = reader.position(start.window + 1, start.rows + len(rows))
 
     def _note(self, examples: Examples, records: Sequence[Record]) -> None:
         """Count rows that people should know of, and report the first of each kind."""
@@ -274,20 +276,20 @@ class StreamedBatches:
 class _Reader:
     """The endless sequence of the mixture's examples."""
 
-    def __init__(self, sources: Sequence[OpenSource], place: Place, templated: bool):
+    def __init__(self, sources: Sequence[OpenSource], start: StreamPosition, templated: bool):
         self._sources = sources
         self._templated = templated
-        self._taken = list(place.taken)
-        self._drawn = list(place.drawn)
+        self._taken = list(start.taken)
+        self._drawn = list(start.drawn)
         self._weights = [source.source.weight or 0.0 for source in sources]
         self._open = [self._records(n, skip) for n, skip in enumerate(self._taken)]
         # Without weights the data sets come in turn, and those behind the present one are untouched.
         self._turn = max((n for n, taken in enumerate(self._taken) if taken), default=0)
         self.restarts = [0] * len(sources)
 
-    def place(self, window: int, rows: int) -> Place:
-        """The place of the next example."""
-        return Place(tuple(self._taken), tuple(self._drawn), window, rows)
+    def position(self, window: int, rows: int) -> StreamPosition:
+        """The position of the next example."""
+        return StreamPosition(tuple(self._taken), tuple(self._drawn), window, rows)
 
     def read(self, count: int) -> list[Record]:
         """The next examples."""
@@ -321,5 +323,5 @@ class _Reader:
         return self._sources[n].records(templated=self._templated, skip=skip)
 
 
-def _position(place: Place, dealt: int) -> dict[str, Any]:
-    return place._asdict() | {"taken": list(place.taken), "drawn": list(place.drawn), "dealt": dealt}
+def _position(start: StreamPosition, dealt: int) -> dict[str, Any]:
+    return start._asdict() | {"taken": list(start.taken), "drawn": list(start.drawn), "dealt": dealt}

@@ -81,7 +81,7 @@ def token_spans(record: TokenRecord, loss_on: LossOn) -> tuple[list[int], list[t
 
     Args:
         record: The example.
-        loss_on: As of `Encoder`; of a completion alone, unless all is learnt.
+        loss_on: See `Encoder`; a completion alone is learnt, unless all is.
 
     Raises:
         DataError: A `loss_on` that is searched for in texts.
@@ -99,19 +99,19 @@ def token_spans(record: TokenRecord, loss_on: LossOn) -> tuple[list[int], list[t
 
 
 def _alike(value: Any, tokens: np.ndarray, where: str, *, bools: bool = False) -> np.ndarray:
-    found = _integers(value, where, bools=bools)
-    if len(found) != len(tokens):
-        raise DataError(f"{where}: expected {len(tokens)} values, one for each token, found {len(found)}")
-    return found
+    values = _integers(value, where, bools=bools)
+    if len(values) != len(tokens):
+        raise DataError(f"{where}: expected {len(tokens)} values, one for each token, found {len(values)}")
+    return values
 
 
 def _integers(value: Any, where: str, *, bools: bool = False) -> Int[np.ndarray, " N"]:
     try:
-        found = np.asarray(value)
+        values = np.asarray(value)
     except (ValueError, TypeError, OverflowError):
-        found = np.zeros((), object)
-    if found.ndim == 1 and not found.size:
+        values = np.zeros((), object)
+    if values.ndim == 1 and not values.size:
         return np.zeros(0, np.int64)
-    if found.ndim != 1 or found.dtype.kind not in ("iub" if bools else "iu"):
+    if values.ndim != 1 or values.dtype.kind not in ("iub" if bools else "iu"):
         raise DataError(f"{where} must be a list of integers, found {shorten(repr(value), 60)}")
-    return found.astype(np.int64)
+    return values.astype(np.int64)

@@ -56,10 +56,10 @@ def check_post_processor(tokenizer: "PreTrainedTokenizerFast") -> None:
         ConfigError: The tokens, by name.
     """
     processor = tokenizer.backend_tokenizer.post_processor
-    found: dict[str, Any] = {} if processor is None else json.loads(processor.__getstate__())
+    state: dict[str, Any] = {} if processor is None else json.loads(processor.__getstate__())
     lacking = {
         piece["SpecialToken"]["id"]: None
-        for one in found.get("processors", [found])
+        for one in state.get("processors", [state])
         for piece in (*one.get("single", ()), *one.get("pair", ()))
         if piece.get("SpecialToken", {}).get("id") not in {None, *one["special_tokens"]}
     }
@@ -111,9 +111,9 @@ def add_tokens(
     if isinstance(tokens, str) or not all(texts) or len(set(texts)) < len(texts):
         raise ConfigError(f"new_tokens: expected different texts that are not empty, got {shown(tokens)}")
     known = tokenizer.get_vocab()
-    there = [text for text in texts if text in known and (rows is None or known[text] < rows)]
-    if there:
-        listed = shorten(", ".join(f"{shown(text, 60)} (id {known[text]})" for text in there), 500)
+    taken = [text for text in texts if text in known and (rows is None or known[text] < rows)]
+    if taken:
+        listed = shorten(", ".join(f"{shown(text, 60)} (id {known[text]})" for text in taken), 500)
         raise ConfigError(f"new_tokens: expected tokens that the tokenizer does not know, got {listed}; leave them out")
     missing: Any = [token for token in wanted if token.content not in known]
     tokenizer.add_tokens(missing)

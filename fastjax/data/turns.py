@@ -23,7 +23,7 @@ class Turns:
         """Take a template.
 
         Args:
-            render: Its text of messages.
+            render: Renders messages as text.
             special: Texts of all special tokens.
             added: Texts of other added tokens.
         """
@@ -34,13 +34,13 @@ class Turns:
     @functools.cached_property
     def ends(self) -> frozenset[str]:
         """Texts of the tokens that may end a turn: all special ones, and added ones that stand behind an answer."""
-        found, token = set(self._special), any_of(self._added)
+        ends, token = set(self._special), any_of(self._added)
         call = {"type": "function", "function": {"name": "b", "arguments": {"c": PROBE}}}
         for chat in ([_QUESTION, _SAID], [_QUESTION, _SAID, _QUESTION]) if self._added else ():
-            found |= set(token.findall(self._behind(chat))[:1])
-        if found > set(self._special):
-            found |= set(token.findall(self._behind([_QUESTION, {**_SAID, "content": "", "tool_calls": [call]}]))[-1:])
-        return frozenset(found)
+            ends |= set(token.findall(self._behind(chat))[:1])
+        if ends > set(self._special):
+            ends |= set(token.findall(self._behind([_QUESTION, {**_SAID, "content": "", "tool_calls": [call]}]))[-1:])
+        return frozenset(ends)
 
     @functools.cached_property
     def end(self) -> re.Pattern[str]:
@@ -56,7 +56,7 @@ class Turns:
         chat = [_QUESTION, _SAID]
         last, inner = (self._behind(chat + more) for more in ([], chat[:1]))
         common = os.path.commonprefix([last, inner])
-        ends = [found.end() for found in self.end.finditer(common)]
+        ends = [match.end() for match in self.end.finditer(common)]
         return last[ends[-1] :] if ends and last[ends[-1] :].strip() else ""
 
     @functools.cached_property
@@ -66,10 +66,10 @@ class Turns:
         for said in thoughts:
             chat = [_QUESTION, {"role": "assistant", **said}]
             try:
-                own, whole = self._render(chat), self._render(chat * 2)
+                through, whole = self._render(chat), self._render(chat * 2)
             except DataError:
                 return True  # it is not known
-            if self.last(own, whole)[1] is None:
+            if self.last(through, whole)[1] is None:
                 return True
         return False
 
@@ -78,22 +78,22 @@ class Turns:
 
         Args:
             through: The conversation's text.
-            text: That of a conversation that goes on from it.
+            text: The text of a conversation that goes on from it.
 
         Returns:
             The place in the first text, and in the second; None: that has the turn otherwise.
         """
         core, end, behind = self.core(through)
-        own = len(core) + len(end) + len(behind)
+        length = len(core) + len(end) + len(behind)
         if not text.startswith(core):
-            return own, None
+            return length, None
         place = len(core)
         if end:
-            found = self.end.match(text, place)
-            if found is None:
-                return own, None
-            place = found.end()
-        return own, place + (len(behind) if text.startswith(behind, place) else 0)
+            match = self.end.match(text, place)
+            if match is None:
+                return length, None
+            place = match.end()
+        return length, place + (len(behind) if text.startswith(behind, place) else 0)
 
     def core(self, text: str) -> tuple[str, str, str]:
         """A conversation without the end of its last turn, that end's token ("": it has none), and the space behind.
@@ -104,7 +104,7 @@ class Turns:
         body = text.removesuffix(self.closing)
         said = body.rstrip()
         begin = max(0, len(said) - self._longest)
-        end = next((found for found in self.end.finditer(said, begin) if found.end() == len(said)), None)
+        end = next((match for match in self.end.finditer(said, begin) if match.end() == len(said)), None)
         return (body, "", "") if end is None else (said[: end.start()], end.group(), body[len(said) :])
 
     def undivided(self, place: int, *texts: str) -> int:
@@ -115,8 +115,8 @@ class Turns:
             texts: The texts.
         """
         for text in texts:
-            found = self.end.finditer(text, max(0, place - self._longest), place + self._longest)
-            place = next((token.start() for token in found if token.start() < place < token.end()), place)
+            tokens = self.end.finditer(text, max(0, place - self._longest), place + self._longest)
+            place = next((token.start() for token in tokens if token.start() < place < token.end()), place)
         return place
 
     @functools.cached_property

@@ -101,14 +101,14 @@ def load_run_data(
     check_sources(source for listed in sources.values() for source in listed if isinstance(source, DataSource))
     shared: Any = {"options": data, "seed": settings.seed, "progress": progress}
     pairing = config.preferences.pairing
-    kept = shared | {"preferences": None if pairing is None else (pairing, config.preferences.max_length)}
+    prepared = shared | {"preferences": None if pairing is None else (pairing, config.preferences.max_length)}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = StreamedBatches(sources["train"], tokenizer, length, size, parts, now=now, **shared)
     else:
-        train = prepare(sources["train"], tokenizer, length, now=now, **kept)
+        train = prepare(sources["train"], tokenizer, length, now=now, **prepared)
     apart = sources["eval"] if data.val_set_size is None else sources["train"]
-    held_out = prepare(apart, tokenizer, length, held_out=True, now=train.now, **kept) if apart else None
+    held_out = prepare(apart, tokenizer, length, held_out=True, now=train.now, **prepared) if apart else None
     batches = train_batches(config, train, replicas)
     return RunData(train, held_out, batches, _total_steps(config, batches))
 
