@@ -1,21 +1,44 @@
-"""The model as lm-evaluation-harness asks it; needs lm_eval (the extra `lm-eval`)."""
+"""The model as lm-evaluation-harness asks it; a stand-in has what it needs of lm_eval where that is not installed."""
 
+import importlib.util
+import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("lm_eval")
-
 from fastjax.errors import ConfigError
-from fastjax.evaluation.harness import HarnessModel
 from fastjax.language_model import FastLanguageModel
 from tests.support.chat import write_model
 
 
+def rolling_windows(token_list, prefix_token, max_seq_len, context_len):
+    """lm_eval.utils.get_rolling_token_windows: contexts and the tokens that they predict, each token once."""
+    end = min(max_seq_len, len(token_list))
+    yield [prefix_token, *token_list[: end - 1]], token_list[:end]
+    while end < len(token_list):
+        start, end = end, min(len(token_list), end + max_seq_len - context_len + 1)
+        yield token_list[end - max_seq_len - 1 : end - 1], token_list[start:end]
+
+
+STAND_IN = {
+    "lm_eval": {},
+    "lm_eval.api": {},
+    "lm_eval.api.model": {"LM": object},
+    "lm_eval.utils": {
+        "get_rolling_token_windows": rolling_windows,
+        "make_disjoint_window": lambda pair: (pair[0][: len(pair[0]) - len(pair[1]) + 1], pair[1]),
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, members in STAND_IN.items() if importlib.util.find_spec("lm_eval") is None else ():
+            patch.setitem(sys.modules, name, SimpleNamespace(**members))
+        from fastjax.evaluation.harness import HarnessModel
     folder = write_model(tmp_path_factory.mktemp("harness") / "model")
     model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, dtype="float32", load_in_4bit=False)
     return HarnessModel(model, batch_size=2, max_new_tokens=5)
