@@ -18,8 +18,8 @@ from fastjax.bench.lora import forward_and_backward
 from fastjax.bench.options import DTYPES, option
 from fastjax.bench.tables import Bench
 from fastjax.bench.timing import Case
-from fastjax.lora.experts import Arrays, Block, routed_experts
-from fastjax.lora.rank_products import Part
+from fastjax.lora.experts import Block, Operands, routed_experts
+from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import MXFP4Weight, NF4Weight
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
@@ -146,14 +146,14 @@ def _blocks(settings: MoeSettings, shape: Shape) -> Iterator[Case]:
         def forward(matrices, frozen, x):
             router, gate_up, down = frozen
             chosen = route(jnp.matmul(x.astype(jnp.float32), router.T), routing)
-            arrays = Arrays(gate_up, None, down, None, matrices)
+            arrays = Operands(gate_up, None, down, None, matrices)
             return routed_experts(block, x, chosen.weights, chosen.experts, arrays)
 
         return forward_and_backward(forward)
 
     flops = 3 * shape.flops  # gate and up, and half as much for down; forward and backward in x
     for rank in settings.ranks:
-        parts = Part("gate_up_proj", shape.out, rank, 2.0), Part("down_proj", width, rank, 2.0)
+        parts = PartSpec("gate_up_proj", shape.out, rank, 2.0), PartSpec("down_proj", width, rank, 2.0)
         matrices = {
             part.name: (
                 draw(shape.experts, rank, into, dtype="float32"),

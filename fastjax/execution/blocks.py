@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.execution.chunks import Chunk, chunk_places, feed_by_chunks
+from fastjax.execution.chunks import Chunk, chunk_size, feed_by_chunks
 from fastjax.execution.loop import Block
 from fastjax.execution.policies import offloads
 from fastjax.execution.streamed import has_streamed
@@ -21,7 +21,7 @@ from fastjax.execution.tensor_parts import TensorAxes, copied, layers_on_parts, 
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.parallel import CONTEXT, TENSOR, devices_along
-from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
+from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, take_shards
 from fastjax.quantization import read_in_place
 
 #: (layers, x, context, number of the first, *states) -> a block's result.
@@ -35,14 +35,14 @@ class Transforms(NamedTuple):
         gather: logical axes of their arrays, for what comes from other devices (`gathered`); None: these come whole.
         stays: whether these arrays are no slices of a stack.
         shared: what several devices along `tensor` split; None: there is one.
-        places: of a row that an MLP takes at once; None: all.
+        chunk: tokens of a row that an MLP takes at once; None: all.
         across: the mesh axis along which a row's tokens lie; None: none.
     """
 
     gather: tuple[P, ...] | None
     stays: bool
     shared: TensorAxes | None
-    places: int | None
+    chunk: int | None
     across: str | None
 
 
@@ -68,11 +68,11 @@ def stack_blocks(
         names = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
         axes = tuple(P(*each[stack.count > 1 :]) for each in names)
         policy = policy_of(stack.start)
-        how = Transforms(axes, stack.count == 1, shared, chunk_places(chunk, x.shape, policy), across)
+        how = Transforms(axes, stack.count == 1, shared, chunk_size(chunk, x.shape, policy), across)
         if shared is not None:
             arrays = copied(arrays, shared, stacked=stack.count > 1)
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
-            arrays, shards = parted(arrays, axes, read_in_place(arrays))
+            arrays, shards = take_shards(arrays, axes, read_in_place(arrays))
             block = block_of(graphdef, how._replace(gather=None))
             blocks.append((_with_shards(block, stack, shards), arrays))
         else:
@@ -95,8 +95,8 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
         layers = nnx.merge(graphdef, arrays)
         for layer in layers:
             layer.mixer.across = how.across
-            if how.places is not None:
-                layer.feed = functools.partial(feed_by_chunks, how.places)
+            if how.chunk is not None:
+                layer.feed = functools.partial(feed_by_chunks, how.chunk)
         if how.shared is not None:
             return layers_on_parts(run, layers, how.shared, x, shared, first, *states)
         return run(layers, x, shared, first, *states)
@@ -105,7 +105,7 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
 
 
 def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
-    """A block that gathers what `parted` took out of its arrays: whole stacks, of which nobody copies a layer's shards.
+    """A block that gathers the shards that `take_shards` took, out of whole stacks: nobody copies a layer's.
 
     Args:
         block: of whole arrays.

@@ -51,8 +51,8 @@ def check_chunk(chunk: Chunk, config: ModelConfig) -> Chunk:
     return chunk
 
 
-def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | None:
-    """Places along the sequence that a chunk has of each device's part of a row; None: all.
+def chunk_size(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | None:
+    """Tokens of a chunk, along the sequence, in each device's part of a row; None: all.
 
     Args:
         chunk: the setting. "auto" leaves policies alone that keep the projections' results: the MLP's would be computed
@@ -72,17 +72,17 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
         kept = POLICIES[policy]
         again = kept is not None and "projection" not in kept.kept
         chunk = AUTO_CHUNK if again and rows * length >= AUTO_TOKENS else None
-    places = length if chunk is None else max(1, chunk // rows)
-    return places if places < length else None
+    size = length if chunk is None else max(1, chunk // rows)
+    return size if size < length else None
 
 
 def feed_by_chunks(
-    places: int, part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...]
+    size: int, part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...]
 ) -> Float[Array, "B S E"]:
-    """The feed-forward part of so many places of a row at a time (`DecoderLayer.feed`).
+    """The feed-forward part of a chunk of tokens at a time (`DecoderLayer.feed`).
 
     Args:
-        places: as of `by_chunks`.
+        size: as in `by_chunks`.
         part: the MLP between its two ends in the residual stream.
         key: the layer's dropout key; None switches dropout off.
         tokens: its inputs.
@@ -93,31 +93,31 @@ def feed_by_chunks(
         return nnx.merge(graphdef, state)(key, *tokens)
 
     decode = part.mlp.decoded_dtype(tokens[0].dtype)
-    return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, places=places, decode=decode)
+    return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, size=size, decode=decode)
 
 
 class _Call(NamedTuple):
     """The static part of a call.
 
     Attributes:
-        function: as of `by_chunks`.
+        function: as in `by_chunks`.
         structure: of its state, with packed weights as leaves.
-        places: of a chunk.
+        size: tokens of a chunk, along the sequence.
         decode: dtype into which packed weights are decoded before the loop, float8_e4m3fn for products in it; None:
             they are not.
     """
 
     function: Function
     structure: Any
-    places: int
+    size: int
     decode: Any
 
     def over(self, length: int, body: Callable[[Any, Array, int, Array], Any], carry: Any) -> Any:
-        """Carry through (carry, start, places, number) of every chunk; the last may be shorter."""
-        whole, rest = divmod(length, self.places)
+        """Carry through (carry, start, size, number) of every chunk; the last may be shorter."""
+        whole, rest = divmod(length, self.size)
         numbers = jnp.arange(whole, dtype=jnp.int32)
-        carry, _ = lax.scan(lambda c, n: (body(c, n * self.places, self.places, n), None), carry, numbers)
-        return body(carry, jnp.int32(whole * self.places), rest, jnp.int32(whole)) if rest else carry
+        carry, _ = lax.scan(lambda c, n: (body(c, n * self.size, self.size, n), None), carry, numbers)
+        return body(carry, jnp.int32(whole * self.size), rest, jnp.int32(whole)) if rest else carry
 
     def decoded(self, x: Array, leaves: list[Any], *, gradient: bool) -> tuple[Array, list[Any]]:
         """x, and the leaves, with packed weights decoded no earlier than x is there; in float8 for one pass or both."""
@@ -147,7 +147,7 @@ def by_chunks(
     key: PRNGKeyArray | None,
     x: Float[Array, "B S E"],
     *others: Float[Array, "B S F"],
-    places: int,
+    size: int,
     decode: Any = None,
 ) -> Float[Array, "B S E"]:
     """`function(state, key, x, *others)`, computed chunk by chunk; its masks of dropout are each chunk's own.
@@ -158,19 +158,19 @@ def by_chunks(
         key: dropout key; None switches dropout off.
         x: the input in whose place the output, of the same shape and dtype, comes.
         *others: further inputs.
-        places: along the sequence, of a chunk in each device's part of a row.
+        size: tokens of a chunk, along the sequence, in each device's part of a row.
         decode: dtype in which the function reads packed weights, float8_e4m3fn where its products are in float8; they
             are decoded into it before the loop. None: the function decodes them.
     """
     leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, Weight))
-    return _by_chunks(_Call(function, structure, places, decode), key, leaves, x, others)
+    return _by_chunks(_Call(function, structure, size, decode), key, leaves, x, others)
 
 
 def _chunked(call: _Call, key: PRNGKeyArray | None, leaves: list[Any], x: Array, others: tuple[Array, ...]) -> Array:
     x, leaves = call.decoded(x, leaves, gradient=False)
 
-    def body(y: Array, start: Array, places: int, number: Array) -> Array:
-        piece = call.run(leaves, key, number, *(_cut(array, start, places) for array in (y, *apart)))
+    def body(y: Array, start: Array, size: int, number: Array) -> Array:
+        piece = call.run(leaves, key, number, *(_cut(array, start, size) for array in (y, *apart)))
         return _put(y, piece, start)
 
     first, *apart = map(_parts, (x, *others))
@@ -193,15 +193,15 @@ def _backward(call: _Call, residuals: Any, dy: Any) -> tuple[Any, ...]:
     dy = jnp.zeros_like(x) if isinstance(dy, SymbolicZero) else dy
     x, frozen = call.decoded(x, frozen, gradient=True)
 
-    def body(carry: Any, start: Array, places: int, number: Array) -> Any:
+    def body(carry: Any, start: Array, size: int, number: Array) -> Any:
         def run(trained: list[Any], *tokens: Array) -> Array:
             leaves = [old if new is None else new for old, new in zip(frozen, trained, strict=True)]
             return call.run(leaves, key, number, *tokens)
 
         total, gradients = carry
-        tokens = [_cut(array, start, places) for array in inputs]
+        tokens = [_cut(array, start, size) for array in inputs]
         _, pull_back = jax.vjp(run, trained, *tokens)
-        dtrained, *pieces = pull_back(_cut(gradients[0], start, places))
+        dtrained, *pieces = pull_back(_cut(gradients[0], start, size))
         total = jax.tree.map(lambda sums, part: sums + part.astype(jnp.float32), total, dtrained)
         return total, [_put(whole, piece, start) for whole, piece in zip(gradients, pieces, strict=True)]
 
@@ -222,8 +222,8 @@ def _parts(array: Float[Array, "B S F"]) -> Float[Array, "B D S/D F"]:
     return array.reshape(array.shape[0], devices_along(CONTEXT), -1, array.shape[-1])
 
 
-def _cut(array: Float[Array, "B D S/D F"], start: Array, places: int) -> Float[Array, "B C F"]:
-    piece = lax.dynamic_slice_in_dim(array, start, places, axis=2)
+def _cut(array: Float[Array, "B D S/D F"], start: Array, size: int) -> Float[Array, "B C F"]:
+    piece = lax.dynamic_slice_in_dim(array, start, size, axis=2)
     return piece.reshape(array.shape[0], -1, array.shape[-1])
 
 

@@ -29,7 +29,7 @@ class Execution(Executor):
     Attributes:
         remat: the policy of rematerialisation, as `policies.policy_of` takes it.
         scans: whether there is a loop over equal layers.
-        chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
+        chunk: tokens that an MLP computes at a time, as `chunks.chunk_size` takes it.
     """
 
     remat: str = "none"
@@ -69,24 +69,24 @@ class Execution(Executor):
         return policy_of(self.remat, index)
 
     def own_tokens(self, arrays: T) -> T:
-        """As of `Executor`: along `context` a device's parts of the rows."""
+        """A device's parts of the rows along `context`."""
         return own_tokens(arrays)
 
     def in_order(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """As of `Executor`."""
+        """Hidden states in the order of the rows."""
         return in_order(hidden)
 
     def look_up(self, table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
-        """As of `Executor`: of tables in the host's memory, or split over devices, too."""
+        """Rows of a table, which may be in the host's memory or split over devices."""
         return take_rows(table, tokens)
 
     def run(self, model: Decoder, x: Float[Array, "B S E"], context: Context) -> tuple[Float[Array, "B S E"], Sums]:
-        """As of `Executor`."""
+        """All layers on whole rows, as `Executor.run`."""
         blocks = stack_blocks(model, x, apply_layers, self.policy, self.chunk)
         return run_layers(model.plan, blocks, x, context, policy_of=self.policy)
 
     def step(
         self, model: Decoder, x: Float[Array, "B S E"], context: Context, states: list[Any]
     ) -> tuple[Float[Array, "B S E"], list[Any]]:
-        """As of `Executor`: there is no backward pass."""
+        """All layers on new tokens, as `Executor.step`; there is no backward pass."""
         return run_steps(model.plan, stack_blocks(model, x, step_layers, self.policy, None), x, context, states)

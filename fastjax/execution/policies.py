@@ -23,13 +23,13 @@ class Policy(NamedTuple):
         offloaded: in pinned host memory.
         speed: place among the policies, the fastest first: in rows of any length where copies to the host are not
             hidden; where they are, in rows shorter than `LONG_ROW` and in others.
-        held: place by what a step holds on the device, the most first: in rows shorter than `LONG_ROW`, in others.
+        memory: place by what a step holds on the device, the most first: in rows shorter than `LONG_ROW`, in others.
     """
 
     kept: tuple[str, ...]
     offloaded: tuple[str, ...]
     speed: tuple[int, int, int]
-    held: tuple[int, int]
+    memory: tuple[int, int]
 
 
 #: By name, as measured (docs/memory.md). "none" leaves the choice to JAX, which keeps everything but weights gathered
@@ -101,7 +101,7 @@ def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
     return tuple(sorted(places, key=places.__getitem__))
 
 
-def held_place(policy: str, row: int) -> int:
+def memory_rank(policy: str, row: int) -> int:
     """The place of a policy by what a step holds on the device, the most first.
 
     Args:
@@ -109,7 +109,7 @@ def held_place(policy: str, row: int) -> int:
         row: tokens of a row.
     """
     found = POLICIES[policy.partition(":")[0]]
-    return 0 if found is None else found.held[row >= LONG_ROW]
+    return 0 if found is None else found.memory[row >= LONG_ROW]
 
 
 def holds_more(policy: str, other: str, row: int) -> bool:
@@ -120,4 +120,4 @@ def holds_more(policy: str, other: str, row: int) -> bool:
         other: that of the other one.
         row: tokens of a row.
     """
-    return held_place(policy, row) < held_place(other, row)
+    return memory_rank(policy, row) < memory_rank(other, row)

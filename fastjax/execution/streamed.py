@@ -74,13 +74,13 @@ def run_streamed(
     """
     least = x.size * x.dtype.itemsize // 16 if offload else math.inf
     leaves, structure = jax.tree.flatten(state)
-    places = tuple(map(in_host_memory, leaves))
-    near = [leaf for leaf, far in zip(leaves, places, strict=True) if not far]
-    far = [leaf for leaf, there in zip(leaves, places, strict=True) if there]
+    in_host = tuple(map(in_host_memory, leaves))
+    near = [leaf for leaf, far in zip(leaves, in_host, strict=True) if not far]
+    far = [leaf for leaf, there in zip(leaves, in_host, strict=True) if there]
 
     def one(index: Any, x: Array, near: Sequence[Any], far: Sequence[Any], shared: Any) -> tuple[Array, Any]:
         sources = {False: iter(near), True: iter(far)}
-        return layer(x, structure.unflatten([next(sources[there]) for there in places]), shared, index)
+        return layer(x, structure.unflatten([next(sources[there]) for there in in_host]), shared, index)
 
     @jax.custom_vjp
     def loop(x, near, far, shared):
@@ -90,16 +90,16 @@ def run_streamed(
         assert not any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))), "they are constants"
         moves = [leaf.perturbed for leaf in near]
         x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
-        results, kept = _forward(one, count, x, near, far, shared, moves, least)
+        results, saved = _forward(one, count, x, near, far, shared, moves, least)
         moving = [leaf if moved else None for leaf, moved in zip(near, moves, strict=True)]
         fixed = [None if moved else leaf for leaf, moved in zip(near, moves, strict=True)]
-        return results, (kept, moving, fixed, far, shared)
+        return results, (saved, moving, fixed, far, shared)
 
     def backward(residuals, gradients):
-        kept, moving, fixed, far, shared = residuals
+        saved, moving, fixed, far, shared = residuals
         near = [f if m is None else m for m, f in zip(moving, fixed, strict=True)]
         moves = [leaf is not None for leaf in moving]
-        dx, dnear = _backward(count, kept, near, far, shared, moves, jax.tree.map(_instantiated, gradients))
+        dx, dnear = _backward(count, saved, near, far, shared, moves, jax.tree.map(_instantiated, gradients))
         found = iter(dnear)
         return dx, [next(found) if moved else None for moved in moves], None, None
 
@@ -114,7 +114,7 @@ class _Pullback:
 
     Attributes:
         structure: of `jax.vjp`'s function.
-        sources: for each of its residuals (group, number): among the kept ones, those that the host keeps, the layer's
+        sources: for each of its residuals (group, number): among the saved ones, those that the host keeps, the layer's
             arrays on the device or from the host, or what is shared.
     """
 
@@ -122,12 +122,12 @@ class _Pullback:
     sources: tuple[tuple[str, int], ...]
 
 
-class _Kept(NamedTuple):
-    """What the forward pass keeps.
+class _Saved(NamedTuple):
+    """The residuals of the forward pass.
 
     Attributes:
-        pullback: how residuals are put together again.
-        stacks: the kept residuals of the layers.
+        pullback: the way in which residuals are put together again.
+        stacks: the saved residuals of the layers.
         last: the last layer's arrays from the host.
         sent: the residuals in the host's memory, without the last layer's.
         held: the last layer's of these.
@@ -142,7 +142,7 @@ class _Kept(NamedTuple):
 
 def _forward(
     one: Callable[..., Any], count: int, x, near, far, shared, moves: Sequence[bool] | None, least: float
-) -> tuple[tuple[Array, Any], _Kept | None]:
+) -> tuple[tuple[Array, Any], _Saved | None]:
     """((output, sums), what the backward pass needs).
 
     `moves` says which arrays on the device have gradients, `least` the bytes of a residual that goes to the host.
@@ -172,14 +172,14 @@ def _forward(
     first = (jnp.int32(0), x, here, stacks, sent)
     (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
     x, made, held = run(number, x, here)
-    sums, kept = _put(stacks, made, number)
-    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here, sent, held))
+    sums, saved = _put(stacks, made, number)
+    return (x, sums), (None if moves is None else _Saved(pullbacks[-1], saved, here, sent, held))
 
 
 def _recorded(
     one: Callable[..., Any], moves: Sequence[bool] | None, least: float, pullbacks: list[_Pullback]
 ) -> Callable[..., tuple[Array, tuple[Any, list[Array]], list[Array]]]:
-    """A layer as a step of the forward loop: its output, its sums and kept residuals, and those that the host keeps.
+    """A layer as a step of the forward loop: its output, its sums and saved residuals, and those that the host keeps.
 
     Its backward pass is added to `pullbacks` when it is traced.
     """
@@ -204,43 +204,43 @@ def _recorded(
             for group, leaves in (("near", own), ("far", here), ("shared", jax.tree.leaves(shared)))
             for number, leaf in enumerate(leaves)
         }
-        groups: dict[str, list[Array]] = {"kept": [], "sent": []}
+        groups: dict[str, list[Array]] = {"saved": [], "sent": []}
         for leaf in residuals:
             if id(leaf) not in known:
-                group = "sent" if leaf.size * leaf.dtype.itemsize >= least else "kept"
+                group = "sent" if leaf.size * leaf.dtype.itemsize >= least else "saved"
                 known[id(leaf)] = group, len(groups[group])
                 groups[group].append(leaf)
         groups["sent"] = _sent(groups["sent"], x)
         pullbacks.append(_Pullback(structure, tuple(known[id(leaf)] for leaf in residuals)))
-        return y, (sums, groups["kept"]), groups["sent"]
+        return y, (sums, groups["saved"]), groups["sent"]
 
     return step
 
 
-def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool], gradients: tuple[Array, Any]):
+def _backward(count: int, saved: _Saved, near, far, shared, moves: Sequence[bool], gradients: tuple[Array, Any]):
     """The gradients of x and of the arrays that have one, the last layer first."""
     dx, dsums = gradients
 
     def step(index: Any, dx: Array, here: list[Array], held: list[Array]) -> tuple[Array, list[Array]]:
         groups = {
             "sent": held,
-            "kept": _taken(kept.stacks, index),
+            "saved": _taken(saved.stacks, index),
             "near": _taken(near, index),
             "far": here,
             "shared": jax.tree.leaves(shared),
         }
-        residuals = [groups[group][number] for group, number in kept.pullback.sources]
-        pull = kept.pullback.structure.unflatten(residuals)
+        residuals = [groups[group][number] for group, number in saved.pullback.sources]
+        pull = saved.pullback.structure.unflatten(residuals)
         return pull((dx, jax.tree.map(lambda leaf: _at(leaf, index), dsums)))
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
         number, dx, here, held, stacks = carry
-        ahead, index = _ahead([*far, *kept.sent], number, -1)
+        ahead, index = _ahead([*far, *saved.sent], number, -1)
         dx, made = step(index, dx, here, held)
         return (number - 1, dx, ahead[: len(far)], ahead[len(far) :], _put(stacks, made, index)), None
 
     moving = [leaf for leaf, moved in zip(near, moves, strict=True) if moved]
-    first = (jnp.int32(count - 1), dx, kept.last, kept.held, jax.tree.map(jnp.zeros_like, moving))
+    first = (jnp.int32(count - 1), dx, saved.last, saved.held, jax.tree.map(jnp.zeros_like, moving))
     (number, dx, here, held, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
     dx, made = step(number, dx, here, held)
     return dx, _put(stacks, made, number)

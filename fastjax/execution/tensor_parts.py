@@ -51,11 +51,11 @@ class TensorTokens(Tokens):
     shared = True
 
     def all_of(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """As of `Tokens`."""
+        """The tokens of all devices along `tensor`."""
         return all_tokens(x, self.split)
 
     def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """As of `Tokens`."""
+        """Sums over the devices along `tensor`, of this one's tokens."""
         return own_sums(x, self.split)
 
 
@@ -248,20 +248,20 @@ def _shrink(layer: Any, devices: int) -> None:
     for projection in (*mixer.inner, *mlp.inner):
         sizes = tuple(rows for _, rows in projection.parts)
         projection.parts = tuple((name, rows // devices) for name, rows in projection.parts)
-        projection.weight.set_value(_part(projection.weight.get_value()))
+        projection.weight.set_value(_shard(projection.weight.get_value()))
         if projection.bias is not None:
             projection.bias.set_value(_own_rows(projection.bias[...], sizes, devices, device))
     for projection in (*mixer.outer, *mlp.outer):
-        projection.weight.set_value(_part(projection.weight.get_value()))
+        projection.weight.set_value(_shard(projection.weight.get_value()))
         if projection.bias is not None:  # added to one of the shares
             bias = projection.bias[...]
             projection.bias.set_value(jnp.where(device == 0, bias, jnp.zeros_like(bias)))
 
 
-def _part(weight: WeightLike) -> WeightLike:
+def _shard(weight: WeightLike) -> WeightLike:
     """A weight around a device's part of its arrays; of several weights one."""
     pieces = weight.weights if isinstance(weight, MixedWeight) else (weight,)
-    return concatenate([as_weight(piece).part().held for piece in pieces])
+    return concatenate([as_weight(piece).shard().held for piece in pieces])
 
 
 def _own_rows(array: Array, sizes: Sequence[int], devices: int, device: Array) -> Array:

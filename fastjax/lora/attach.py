@@ -28,7 +28,7 @@ class Adapters(NamedTuple):
         embedding: adapter of the embedding, or None.
         head: adapter of the head, or None.
         whole: table -> its trained array; one object for both where they are tied.
-        rows: table -> its trained rows, likewise.
+        rows: table -> its trained rows; one object for tied tables.
     """
 
     layers: Sequence[Any]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fastjax.lora.rank_products import Matrices, Part, into_dtypes, scaled_B
+from fastjax.lora.rank_products import Matrices, PartSpec, into_dtypes, scaled_B
 from fastjax.lora.units import unit
 from fastjax.parallel import BATCH, local
 from fastjax.parallel.expert_dispatch import plan_dispatch
@@ -26,7 +26,7 @@ from pallas_kernels.glu import clamped_swiglu, glu
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.moe_routing import Order, combine, sort_by_expert
 
-#: Arrays that lead with experts, and shares of their gradients, which lead with an axis of one.
+#: Operands that lead with experts, and shares of their gradients, which lead with an axis of one.
 EXPERTS = P("expert")
 SHARES = P(tuple(axis for axis in BATCH if axis != "expert"), "expert")
 
@@ -52,8 +52,8 @@ class Block(NamedTuple):
     num_experts: int
     activation: str
     clamp: Clamp | None
-    gate_up: Part
-    down: Part
+    gate_up: PartSpec
+    down: PartSpec
 
     def activated(self, gate_up: Float[Array, "*rows 2F"]) -> Float[Array, "*rows F"]:
         """act(gate) · up."""
@@ -65,7 +65,7 @@ class Block(NamedTuple):
         )
 
 
-class Arrays(NamedTuple):
+class Operands(NamedTuple):
     """The unit's operands besides tokens and routing.
 
     Attributes:
@@ -83,7 +83,7 @@ class Arrays(NamedTuple):
     matrices: Matrices
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """Residuals of the forward pass, each device's own; `group_sizes` of the order leads with the device.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Kept(NamedTuple):
 
 
 def routed_experts(
-    block: Block, x: Float[Array, "N E"], weights: Float[Array, "N k"], experts: Int[Array, "N k"], arrays: Arrays
+    block: Block, x: Float[Array, "N E"], weights: Float[Array, "N k"], experts: Int[Array, "N k"], arrays: Operands
 ) -> Float[Array, "N E"]:
     """The weighted sum of each token's experts, in the dtype of x.
 
@@ -117,32 +117,32 @@ def routed_experts(
     return _unit(block, x, weights, experts, arrays)
 
 
-def _forward(block: Block, x, weights, experts, arrays: Arrays):
+def _forward(block: Block, x, weights, experts, arrays: Operands):
     rows = P(BATCH)
     island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, EXPERTS), out_specs=rows)
-    out, kept = island(x, weights, experts, arrays)
+    out, saved = island(x, weights, experts, arrays)
     named = {"gate_up": "projection", "inner": "lora", "outer": "lora"}
-    present = {field: name for field, name in named.items() if getattr(kept, field) is not None}
-    kept = kept._replace(**{field: name_residual(getattr(kept, field), name) for field, name in present.items()})
-    return out, (x, weights, experts, kept, arrays)
+    present = {field: name for field, name in named.items() if getattr(saved, field) is not None}
+    saved = saved._replace(**{field: name_residual(getattr(saved, field), name) for field, name in present.items()})
+    return out, (x, weights, experts, saved, arrays)
 
 
 def _backward(block: Block, residuals, dout):
-    x, weights, experts, kept, arrays = residuals
+    x, weights, experts, saved, arrays = residuals
     rows = P(BATCH)
     island = local(
         functools.partial(_gradients, block),
         in_specs=(rows, rows, rows, rows, EXPERTS, rows),
         out_specs=(rows, rows, SHARES),
     )
-    dx, dweights, shares = island(x, weights, experts, kept, arrays, dout)
+    dx, dweights, shares = island(x, weights, experts, saved, arrays, dout)
     return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares)
 
 
 _unit = unit(_forward, _backward)
 
 
-def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
+def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Array, _Saved]:
     """The forward pass of one device's tokens, on the devices that hold their experts."""
     plan = plan_dispatch(experts, weights, block.num_experts)
     x = plan.send(x)
@@ -156,10 +156,10 @@ def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array,
     outer, low_rank = _rank_products(block.down, arrays, h, sizes)
     y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
     out = combine(_biased(y, arrays.down_bias, own), plan.weights, order)
-    return plan.returned(out), _Kept(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
+    return plan.returned(out), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
 
 
-def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
+def _rank_products(part: PartSpec, arrays: Operands, x, sizes, rows=None):
     """x·Aᵀ of a part, and beside it s·B as products over groups take them; None and None without an adapter."""
     if not part.rank:
         return None, None
@@ -168,11 +168,11 @@ def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
     return products, (products, b)
 
 
-def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
+def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operands, dout):
     """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
     plan = plan_dispatch(experts, weights, block.num_experts)
     x, dout = plan.send(x), plan.send(dout)
-    order, dtype, matrices = kept.order, x.dtype, {}
+    order, dtype, matrices = saved.order, x.dtype, {}
     sizes = order.group_sizes[0]
     own = _expert_of_rows(plan.experts, order)
     weight = plan.weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
@@ -180,16 +180,16 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
     def weighted(array: Array) -> Array:
         return (array.astype(jnp.float32) * weight).astype(dtype)
 
-    h, pullback = jax.vjp(block.activated, kept.gate_up)
+    h, pullback = jax.vjp(block.activated, saved.gate_up)
     # dy = dout[order.rows] is gathered in the loads: before the weights, as the router's gradient needs it.
     low_rank = None
-    if kept.outer is not None:
+    if saved.outer is not None:
         a, b = _scaled(block.down, arrays, dtype)
         douter = grouped_matmul_dx(dout, b, sizes, rows=order.rows)
         low_rank = (douter, a)
         matrices[block.down.name] = (
             grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
-            grouped_matmul_dw(weighted(kept.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
+            grouped_matmul_dw(weighted(saved.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
             * block.down.scaling,
         )
     dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
@@ -200,16 +200,16 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         dweight = dweight + jnp.sum(dy.astype(jnp.float32) * bias.astype(jnp.float32), axis=1)
     (dgate_up,) = pullback(weighted(dh))
     low_rank = None
-    if kept.inner is not None:
+    if saved.inner is not None:
         a, b = _scaled(block.gate_up, arrays, dtype)
         dinner = grouped_matmul_dx(dgate_up, b, sizes)
         low_rank = (dinner, a)
         matrices[block.gate_up.name] = (
             grouped_matmul_dw(dinner, x, sizes, rows=order.rows, dtype=jnp.float32),
-            grouped_matmul_dw(dgate_up, kept.inner, sizes, dtype=jnp.float32) * block.gate_up.scaling,
+            grouped_matmul_dw(dgate_up, saved.inner, sizes, dtype=jnp.float32) * block.gate_up.scaling,
         )
     dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes, low_rank=low_rank)
-    shares = Arrays(
+    shares = Operands(
         as_weight(arrays.gate_up).grouped_gradient(dgate_up, x, sizes, order.rows),
         _bias_gradient(arrays.gate_up_bias, dgate_up, own),
         as_weight(arrays.down).grouped_gradient(dy, weighted(h), sizes),
@@ -222,7 +222,9 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
     return plan.returned(dx), plan.returned_choices(dweights), jax.tree.map(lambda share: share[None], shares)
 
 
-def _scaled(part: Part, arrays: Arrays, dtype: jnp.dtype) -> tuple[Float[Array, "X R in"], Float[Array, "X out R"]]:
+def _scaled(
+    part: PartSpec, arrays: Operands, dtype: jnp.dtype
+) -> tuple[Float[Array, "X R in"], Float[Array, "X out R"]]:
     """A and s·B of a part in the dtype of the computation."""
     return arrays.matrices[part.name][0].astype(dtype), scaled_B(part, arrays.matrices, dtype)
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fastjax.lora.norm import Made
+from fastjax.lora.norm import PreparedRows
 from fastjax.lora.rank_products import (
     Matrices,
-    Part,
+    PartSpec,
     gradients_of_B,
     into_dtypes,
     rank_product_gradients,
@@ -29,7 +29,7 @@ from pallas_kernels.float8 import scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
-class Arrays(NamedTuple):
+class Operands(NamedTuple):
     """The unit's operands besides its input.
 
     Attributes:
@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
         sin: sines of the same.
         matrices: of the adapters.
         key: the layer's dropout key; None switches dropout off.
-        made: of x, what `norm` has made: A's gradient and what x gets through A are its.
+        prepared: x as `norm` prepares it, which then makes the gradients through A.
     """
 
     weight: WeightLike
@@ -46,11 +46,11 @@ class Arrays(NamedTuple):
     sin: Float[Array, "B S D/2"]
     matrices: Matrices
     key: PRNGKeyArray | None
-    made: Made | None = None
+    prepared: PreparedRows | None = None
 
 
 def project_heads(
-    parts: tuple[Part, ...], heads: tuple[int, int], x: Float[Array, "B S E"], arrays: Arrays
+    parts: tuple[PartSpec, ...], heads: tuple[int, int], x: Float[Array, "B S E"], arrays: Operands
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
     """Queries and keys, turned, and values, in the dtype of x.
 
@@ -65,8 +65,8 @@ def project_heads(
     return q, k, v
 
 
-def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
-    products, rows = (None, None) if arrays.made is None else arrays.made
+def _forward(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Operands):
+    products, rows = (None, None) if arrays.prepared is None else arrays.prepared
     if products is None:
         products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key), "lora")
     lora_B = stacked_B(parts, arrays.matrices, x.dtype)
@@ -79,7 +79,7 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
     return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
 
 
-def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradients):
+def _backward(parts: tuple[PartSpec, ...], heads: tuple[int, int], residuals, gradients):
     x, products, arrays = residuals
     lora_B = stacked_B(parts, arrays.matrices, x.dtype)
     weight: Any = as_weight(arrays.weight)
@@ -95,14 +95,14 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
     dbase, dproducts, rows, whole = on_rows(turn_back, operands, (lora_B,), sums=1)
     dx: Any = as_weight(arrays.weight).transposed(dbase) if rows is None else weight.transposed_scaled(rows)
     dx = scaled_values(dx).astype(x.dtype)
-    dB, given = gradients_of_B(parts, whole), arrays.made is not None
+    dB, given = gradients_of_B(parts, whole), arrays.prepared is not None
     if given:
         dA = {name: jnp.zeros_like(arrays.matrices[name][0]) for name in dB}
     else:
         dx, dA = rank_product_gradients(parts, arrays.matrices, dx, x, dproducts, arrays.key)
     trained = into_dtypes({name: (dA[name], dB[name]) for name in dB}, arrays.matrices)
     dweight = as_weight(arrays.weight).gradient(dbase, x)
-    return dx, Arrays(dweight, None, None, trained, None, Made(dproducts, None) if given else None)  # pyright: ignore
+    return dx, Operands(dweight, None, None, trained, None, PreparedRows(dproducts, None) if given else None)  # pyright: ignore
 
 
 _unit = unit(_forward, _backward, statics=2)

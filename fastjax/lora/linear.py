@@ -20,7 +20,7 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.params import LoraLinear
 from fastjax.lora.rank_products import (
     Matrices,
-    Part,
+    PartSpec,
     add_products,
     into_dtypes,
     product_gradients,
@@ -42,7 +42,7 @@ def project(
     dropped: Float[Array, "B S in"] | None = None,
     residual: Float[Array, "B S out"] | None = None,
 ) -> Float[Array, "B S out"]:
-    """The parts' outputs side by side, without bias, in the dtype of x; `parted` takes them apart.
+    """The parts' outputs side by side, without bias, in the dtype of x; `split_parts` takes them apart.
 
     Args:
         sizes: (name, output rows) of the parts of `weight`, from the top row down.
@@ -87,7 +87,7 @@ def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def parted(y: Float[Array, "B S out"], sizes: Sequence[tuple[str, int]]) -> tuple[Float[Array, "B S rows"], ...]:
+def split_parts(y: Float[Array, "B S out"], sizes: Sequence[tuple[str, int]]) -> tuple[Float[Array, "B S rows"], ...]:
     """The columns of each part; the gradient is one concatenation.
 
     Args:
@@ -97,8 +97,8 @@ def parted(y: Float[Array, "B S out"], sizes: Sequence[tuple[str, int]]) -> tupl
     return tuple(y if len(sizes) == 1 else y[..., here] for here in row_slices(rows for _, rows in sizes))
 
 
-parted.defvjp(
-    lambda y, sizes: (parted(y, sizes), None),
+split_parts.defvjp(
+    lambda y, sizes: (split_parts(y, sizes), None),
     lambda sizes, _, dys: (dys[0] if len(sizes) == 1 else jnp.concatenate(dys, axis=-1),),
 )
 
@@ -108,7 +108,7 @@ def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
     return {name: (adapter.lora_A[...], adapter.lora_B[...]) for name, adapter in adapters.items()}
 
 
-def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[Part, ...]:
+def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[PartSpec, ...]:
     """The static description of a weight's parts and their adapters.
 
     Args:
@@ -116,10 +116,10 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
         adapters: by the part's name.
     """
 
-    def part(name: str, rows: int) -> Part:
+    def part(name: str, rows: int) -> PartSpec:
         if (adapter := adapters.get(name)) is None:
-            return Part(name, rows)
-        return Part(name, rows, adapter.lora_A[...].shape[-2], adapter.scaling, adapter.dropout)
+            return PartSpec(name, rows)
+        return PartSpec(name, rows, adapter.lora_A[...].shape[-2], adapter.scaling, adapter.dropout)
 
     return tuple(part(name, rows) for name, rows in sizes)
 
@@ -160,7 +160,7 @@ def _backward(parts, residuals, dy):
 _unit = unit(_forward, _backward)
 
 
-def _columns(parts: Sequence[Part], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:
+def _columns(parts: Sequence[PartSpec], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:
     """DoRA's factor of every output; 1 without one."""
     ones = [scales.get(part.name, jnp.ones((part.rows,), jnp.float32)) for part in parts]
     return jnp.concatenate(ones)[None, None, :]

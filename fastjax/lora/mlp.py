@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from fastjax.lora.norm import Made
+from fastjax.lora.norm import PreparedRows
 from fastjax.lora.rank_products import (
     Matrices,
-    Part,
+    PartSpec,
     add_products,
     drops,
     into_dtypes,
@@ -52,8 +52,8 @@ class Block(NamedTuple):
     """
 
     activation: str
-    parts: tuple[Part, ...]
-    down: Part
+    parts: tuple[PartSpec, ...]
+    down: PartSpec
 
     @property
     def adapted(self) -> bool:
@@ -75,7 +75,7 @@ class Block(NamedTuple):
         return padded_rank(widest) if widest else 0
 
 
-class Arrays(NamedTuple):
+class Operands(NamedTuple):
     """The unit's operands besides its input.
 
     Attributes:
@@ -84,7 +84,7 @@ class Arrays(NamedTuple):
         down: [E, F].
         matrices: of the adapters.
         key: the layer's dropout key; None switches dropout off.
-        made: of x, what `norm` has made: A's gradient and what x gets through A are its.
+        prepared: x as `norm` prepares it, which then makes the gradients through A.
     """
 
     gate_up: WeightLike
@@ -92,11 +92,11 @@ class Arrays(NamedTuple):
     down: WeightLike
     matrices: Matrices
     key: PRNGKeyArray | None
-    made: Made | None = None
+    prepared: PreparedRows | None = None
 
 
 def gated_block(
-    block: Block, x: Float[Array, "B S E"], arrays: Arrays, residual: Float[Array, "B S E"] | None = None
+    block: Block, x: Float[Array, "B S E"], arrays: Operands, residual: Float[Array, "B S E"] | None = None
 ) -> Float[Array, "B S E"]:
     """The block without the down projection's bias, in the dtype of x.
 
@@ -109,8 +109,8 @@ def gated_block(
     return _unit(block, x, residual, arrays)
 
 
-def _forward(block: Block, x, residual, arrays: Arrays):
-    rows: Any = x if arrays.made is None or arrays.made.rows is None else arrays.made.rows
+def _forward(block: Block, x, residual, arrays: Operands):
+    rows: Any = x if arrays.prepared is None or arrays.prepared.rows is None else arrays.prepared.rows
     gate_up: Any = as_weight(arrays.gate_up).matmul_scaled(rows)
     gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
     inner = _inner(block, x, arrays)
@@ -162,27 +162,27 @@ def _backward(block: Block, residuals, dy):
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
     dx, dinner = _through_gate_up(block, arrays, inner if adapted else None, dgate_up, absmax)
-    dbias = made = None
+    dbias = prepared = None
     if inner is not None and dB is not None:
-        dx, inner_gradients, made = _inner_gradients(block, dx, x, arrays, dinner, dB)
+        dx, inner_gradients, prepared = _inner_gradients(block, dx, x, arrays, dinner, dB)
         gradients |= inner_gradients
         if arrays.bias is not None:
             column = max(part.rank for part in block.parts)
             dbias = dB[:, :, column].reshape(-1).astype(arrays.bias.dtype)
     dweight, ddown = as_weight(arrays.gate_up).gradient(dgate_up, x), as_weight(arrays.down).gradient(dy, h)
-    return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, made)  # pyright: ignore
+    return dx, dy if added else None, Operands(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, prepared)  # pyright: ignore
 
 
 _unit = unit(_forward, _backward)
 
 
-def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
+def _inner(block: Block, x, arrays: Operands) -> Inner | None:
     """The addends of gate and up: adapters and biases."""
     rank = block.inner_rank(arrays.bias is not None)
     if not rank:
         return None
-    if arrays.made is not None:
-        products = _widened(arrays.made.products, len(block.parts), rank)
+    if arrays.prepared is not None:
+        products = _widened(arrays.prepared.products, len(block.parts), rank)
     elif with_adapter(block.parts):
         products = rank_products(block.parts, arrays.matrices, x, arrays.key, rank)
     else:
@@ -194,7 +194,7 @@ def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
     return Inner(name_residual(products, "lora"), _inner_B(block, arrays, x.dtype))
 
 
-def _inner_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "2 F R"]:
+def _inner_B(block: Block, arrays: Operands, dtype) -> Float[Array, "2 F R"]:
     """s·B of gate and of up, then the bias, then zeros up to a rank of the kernels."""
     rank = block.inner_rank(arrays.bias is not None)
     whole = stacked_B(block.parts, arrays.matrices, dtype, rank)
@@ -203,7 +203,9 @@ def _inner_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "2 F R"]:
     return whole.reshape(2, block.features, rank)
 
 
-def _through_gate_up(block: Block, arrays: Arrays, inner: Inner | None, dgate_up, absmax) -> tuple[Array, Array | None]:
+def _through_gate_up(
+    block: Block, arrays: Operands, inner: Inner | None, dgate_up, absmax
+) -> tuple[Array, Array | None]:
     """The gradients of x through the large product, and of the rank products where there are adapters.
 
     Where the large product reads float8, rows are rounded in the pass that makes the rank products' gradient.
@@ -219,17 +221,17 @@ def _through_gate_up(block: Block, arrays: Arrays, inner: Inner | None, dgate_up
     return scaled_values(dx).astype(dgate_up.dtype), dproducts
 
 
-def _inner_gradients(block: Block, dx, x, arrays: Arrays, dproducts, dB):
+def _inner_gradients(block: Block, dx, x, arrays: Operands, dproducts, dB):
     """The gradient of x by all ways, those of A and B of gate and up by name, and that of given products."""
     if not with_adapter(block.parts):
         return dx, {}, None
     sizes = tuple(part.rows for part in block.parts)
-    if arrays.made is None:
+    if arrays.prepared is None:
         dx, dA = rank_product_gradients(block.parts, arrays.matrices, dx, x, dproducts, arrays.key)
         given = None
     else:
         dA = {part.name: jnp.zeros_like(arrays.matrices[part.name][0]) for part in with_adapter(block.parts)}
-        given = Made(_narrowed(dproducts, len(sizes), arrays.made.products.shape[-1] // len(sizes)), None)
+        given = PreparedRows(_narrowed(dproducts, len(sizes), arrays.prepared.products.shape[-1] // len(sizes)), None)
     dB = dB.reshape(len(sizes), -1, dB.shape[-1])
     gradients = {
         part.name: (dA[part.name], dB[number, :, : part.rank] * part.scaling)

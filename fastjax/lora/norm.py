@@ -5,7 +5,7 @@
 The unit hands x through, so that its backward pass has the residual stream's gradient too: one pass makes the gradient
 of x by all ways and that of A (`pallas_kernels.rms_norm.lora`). It keeps x, the rank products and a
 number a row; under a policy that goes by name, that number is computed again in the pass that has to read x anyway,
-or kept where n has been rounded: n itself is not made then.
+or kept where n has been rounded: n itself is not prepared then.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fastjax.lora.rank_products import Matrices, Part, gradients_of_A, padded_A, rank_products, slot
+from fastjax.lora.rank_products import Matrices, PartSpec, gradients_of_A, padded_A, rank_products, slot
 from fastjax.lora.units import on_rows, unit
 from fastjax.residuals import name_residual
 from pallas_kernels.float8 import Rounded
@@ -22,7 +22,7 @@ from pallas_kernels.rms_norm.lora import Gradients, Normed, rms_norm_lora_backwa
 from pallas_kernels.rms_norm.xla import forward as rms_norm
 
 
-class Scale(NamedTuple):
+class NormConstants(NamedTuple):
     """The static description of a norm.
 
     Attributes:
@@ -34,8 +34,8 @@ class Scale(NamedTuple):
     offset: float
 
 
-class Made(NamedTuple):
-    """What a norm makes of its rows for the projection that reads them.
+class PreparedRows(NamedTuple):
+    """Normalised rows as the projection that reads them takes them.
 
     Attributes:
         products: their rank products, as `rank_products` arranges them.
@@ -47,14 +47,14 @@ class Made(NamedTuple):
 
 
 def normed_products(
-    scale: Scale,
-    parts: tuple[Part, ...],
+    scale: NormConstants,
+    parts: tuple[PartSpec, ...],
     x: Float[Array, "B S E"],
     weight: Float[Array, " E"],
     matrices: Matrices,
     *,
     rounds: bool = False,
-) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Made]:
+) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], PreparedRows]:
     """The input, to be read in its place; the normalised rows; what else they are read as.
 
     Args:
@@ -66,10 +66,10 @@ def normed_products(
         rounds: whether the projection reads them in float8; the normalised rows are computed where they are read.
     """
     x, normed, products, rows = _unit(scale, parts, rounds, x, weight, matrices)
-    return x, normed, Made(products, jax.lax.stop_gradient(rows))
+    return x, normed, PreparedRows(products, jax.lax.stop_gradient(rows))
 
 
-def _forward(scale: Scale, parts: tuple[Part, ...], rounds: bool, x, weight, matrices: Matrices):
+def _forward(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, x, weight, matrices: Matrices):
     normed, rstd = rms_norm(x, weight, scale.eps, scale.offset)
     if rounds:
         rows, products, rstd = _rounded(scale, parts, x, weight, matrices)
@@ -80,7 +80,9 @@ def _forward(scale: Scale, parts: tuple[Part, ...], rounds: bool, x, weight, mat
     return (x, normed, products, rows), (x, weight, rstd, products, matrices)
 
 
-def _rounded(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrices) -> tuple[Rounded, Array, Array]:
+def _rounded(
+    scale: NormConstants, parts: tuple[PartSpec, ...], x, weight, matrices: Matrices
+) -> tuple[Rounded, Array, Array]:
     """The rows in float8, their rank products, and their reciprocal root mean squares [B, S, 1]."""
 
     def both(x, weight, lora_A):
@@ -91,7 +93,7 @@ def _rounded(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrice
     return rows, products[..., : len(parts) * slot(parts)], rstd
 
 
-def _backward(scale: Scale, parts: tuple[Part, ...], rounds: bool, residuals, gradients):
+def _backward(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, residuals, gradients):
     x, weight, rstd, products, matrices = residuals
     lora_A = padded_A(parts, matrices, x.dtype)
     spare = lora_A.shape[0] - products.shape[-1]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from fastjax.lora.linear import describe, matrices_of, project
 from fastjax.lora.params import LoraLinear
-from fastjax.lora.rank_products import Matrices, Part, into_dtypes, over_tokens
+from fastjax.lora.rank_products import Matrices, PartSpec, into_dtypes, over_tokens
 from fastjax.lora.units import row_slices, unit
 from fastjax.quantization.dense import linear
 from fastjax.quantization.fake import Scheme, fake_quantize
@@ -55,7 +55,7 @@ class _Call(NamedTuple):
     """The static part of a call."""
 
     quantizer: Quantizer
-    parts: tuple[Part, ...]
+    parts: tuple[PartSpec, ...]
 
 
 def project_quantized(
@@ -72,10 +72,10 @@ def project_quantized(
     Args:
         quantizer: of the projection.
         sizes: as in `linear.project`.
-        weight: likewise; a packed one is in the quantiser's format.
-        adapters: likewise, without DoRA and dropout.
-        x: likewise.
-        residual: likewise.
+        weight: as there; a packed one is in the quantiser's format.
+        adapters: as there, without DoRA and dropout.
+        x: as there.
+        residual: as there.
         quantizing: whether the quantiser is in force; None: it is.
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
@@ -84,7 +84,7 @@ def project_quantized(
 
 
 def quantized_weight(
-    quantizer: Quantizer, parts: Sequence[Part], weight: WeightLike, matrices: Matrices
+    quantizer: Quantizer, parts: Sequence[PartSpec], weight: WeightLike, matrices: Matrices
 ) -> tuple[Float[Array, "out in"], Bool[Array, "out in"] | None]:
     """The values that the product reads, float32, and where the merged ones lie in the format's range; None: all do.
 

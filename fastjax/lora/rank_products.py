@@ -26,7 +26,7 @@ from pallas_kernels.low_rank import (
 from pallas_kernels.tiles import padded_rank
 
 
-class Part(NamedTuple):
+class PartSpec(NamedTuple):
     """The static description of a projection among those of one input.
 
     Attributes:
@@ -48,18 +48,18 @@ class Part(NamedTuple):
 Matrices = Mapping[str, tuple[Array, Array]]
 
 
-def with_adapter(parts: Sequence[Part]) -> list[Part]:
+def with_adapter(parts: Sequence[PartSpec]) -> list[PartSpec]:
     """The parts with an adapter."""
     return [part for part in parts if part.rank]
 
 
-def slot(parts: Sequence[Part]) -> int:
+def slot(parts: Sequence[PartSpec]) -> int:
     """R: the rows of A, and columns of rank products and of B, that each part has."""
     return padded_rank(max(part.rank for part in parts))
 
 
 def stacked_A(
-    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+    parts: Sequence[PartSpec], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
 ) -> Float[Array, "PR in"]:
     """A of all parts, one below the other, each padded to `rank` rows; None: `slot`."""
     rank, width = slot(parts) if rank is None else rank, matrices[with_adapter(parts)[0].name][0].shape[1]
@@ -67,26 +67,26 @@ def stacked_A(
     return jnp.concatenate([_padded(a, rank - a.shape[0], axis=0) for a in own])
 
 
-def scaled_B(part: Part, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
+def scaled_B(part: PartSpec, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
     """s·B of a part, scaled in float32 and rounded once."""
     return (matrices[part.name][1].astype(jnp.float32) * part.scaling).astype(dtype)
 
 
 def padded_A(
-    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+    parts: Sequence[PartSpec], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
 ) -> Float[Array, "R in"]:
     """`stacked_A` with zeros below it, up to a number of rows that kernels serve."""
     a = stacked_A(parts, matrices, dtype, rank)
     return _padded(a, padded_rank(a.shape[0]) - a.shape[0], axis=0)
 
 
-def gradients_of_A(parts: Sequence[Part], dA: Float[Array, "PR in"], rank: int) -> dict[str, Float[Array, "R in"]]:
+def gradients_of_A(parts: Sequence[PartSpec], dA: Float[Array, "PR in"], rank: int) -> dict[str, Float[Array, "R in"]]:
     """The gradient of A of each part, out of that of `stacked_A` or `padded_A`."""
     return {part.name: dA[number * rank :][: part.rank] for number, part in enumerate(parts) if part.rank}
 
 
 def stacked_B(
-    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+    parts: Sequence[PartSpec], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
 ) -> Float[Array, "out R"]:
     """s·B of all parts, one below the other, each padded to `rank` columns; None: `slot`."""
     rank = slot(parts) if rank is None else rank
@@ -94,13 +94,13 @@ def stacked_B(
     return jnp.concatenate([_padded(b, rank - b.shape[1], axis=1) for b in own])
 
 
-def drops(parts: Sequence[Part], key: PRNGKeyArray | None) -> bool:
+def drops(parts: Sequence[PartSpec], key: PRNGKeyArray | None) -> bool:
     """Whether dropout gives each adapter an input of its own."""
     return key is not None and any(part.dropout for part in with_adapter(parts))
 
 
 def rank_products(
-    parts: Sequence[Part],
+    parts: Sequence[PartSpec],
     matrices: Matrices,
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
@@ -121,7 +121,7 @@ def rank_products(
 
 
 def rank_product_gradients(
-    parts: Sequence[Part],
+    parts: Sequence[PartSpec],
     matrices: Matrices,
     dx: Float[Array, "B S in"],
     x: Float[Array, "B S in"],
@@ -132,7 +132,7 @@ def rank_product_gradients(
 
     Args:
         parts: as in `rank_products`.
-        matrices: likewise.
+        matrices: as there.
         dx: the gradient of x by other ways, which is added.
         x: as in `rank_products`; the masks are drawn again.
         dproducts: the gradient of the products.
@@ -156,7 +156,7 @@ def rank_product_gradients(
 
 
 def add_products(
-    parts: Sequence[Part],
+    parts: Sequence[PartSpec],
     base: Float[Array, "B S out"] | Scaled,
     products: Float[Array, "B S PR"],
     lora_B: Float[Array, "out R"],
@@ -180,7 +180,7 @@ def add_products(
 
 
 def product_gradients(
-    parts: Sequence[Part], dy: Float[Array, "B S out"], products: Float[Array, "B S PR"], lora_B
+    parts: Sequence[PartSpec], dy: Float[Array, "B S out"], products: Float[Array, "B S PR"], lora_B
 ) -> tuple[Float[Array, "B S PR"], dict[str, Float[Array, "out R"]]]:
     """Gradients of the rank products, in the dtype of dy, and of B of each part, float32.
 
@@ -199,7 +199,10 @@ def product_gradients(
 
 
 def rounded_with_products(
-    parts: Sequence[Part], dy: Float[Array, "B S out"], absmax: Float[Array, "B S"], lora_B: Float[Array, "out R"]
+    parts: Sequence[PartSpec],
+    dy: Float[Array, "B S out"],
+    absmax: Float[Array, "B S"],
+    lora_B: Float[Array, "out R"],
 ) -> tuple[Float[Array, "B S PR"], Rounded]:
     """The gradient of the rank products, in the dtype of dy, and dy in float8.
 
@@ -212,7 +215,7 @@ def rounded_with_products(
     return on_rows(functools.partial(low_rank_round_rows, parts=_sizes(parts)), (dy, absmax), (lora_B,))
 
 
-def gradients_of_B(parts: Sequence[Part], dB: Float[Array, "out R"]) -> dict[str, Float[Array, "out R"]]:
+def gradients_of_B(parts: Sequence[PartSpec], dB: Float[Array, "out R"]) -> dict[str, Float[Array, "out R"]]:
     """The gradient of B of each part, out of that of `stacked_B`."""
     pairs = zip(parts, row_slices(_sizes(parts)), strict=True)
     return {part.name: dB[here, : part.rank] * part.scaling for part, here in pairs if part.rank}
@@ -242,5 +245,5 @@ def _padded(array: Array, count: int, *, axis: int) -> Array:
     return jnp.pad(array, widths)
 
 
-def _sizes(parts: Sequence[Part]) -> tuple[int, ...]:
+def _sizes(parts: Sequence[PartSpec]) -> tuple[int, ...]:
     return tuple(part.rows for part in parts)

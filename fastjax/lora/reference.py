@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.lora import experts as of_experts
 from fastjax.lora.dropout import drop
-from fastjax.lora.mlp import Arrays, Block
+from fastjax.lora.mlp import Block, Operands
 from fastjax.lora.params import LoraEmbedding, LoraLinear
-from fastjax.lora.rank_products import Matrices, Part
+from fastjax.lora.rank_products import Matrices, PartSpec
 from fastjax.lora.units import row_slices
 from fastjax.quantization import WeightLike
 from fastjax.quantization.dense import linear
@@ -36,12 +36,12 @@ def project(
 
     Args:
         sizes: as in `linear.project`.
-        weight: likewise.
-        adapters: likewise.
-        x: likewise.
-        key: likewise.
-        dropped: likewise.
-        residual: likewise.
+        weight: as there.
+        adapters: as there.
+        x: as there.
+        key: as there.
+        dropped: as there.
+        residual: as there.
     """
     whole, outputs, wide = _product(x, weight), [], _wide(x)
     for (name, _), here in zip(sizes, row_slices(rows for _, rows in sizes), strict=True):
@@ -65,15 +65,15 @@ def project(
 
 
 def gated_block(
-    block: Block, x: Float[Array, "B S E"], arrays: Arrays, residual: Float[Array, "B S E"] | None = None
+    block: Block, x: Float[Array, "B S E"], arrays: Operands, residual: Float[Array, "B S E"] | None = None
 ) -> Float[Array, "B S E"]:
     """down(act(gate(x)) · up(x)), each projection with its adapter, without the down projection's bias.
 
     Args:
         block: as in `mlp.gated_block`.
-        x: likewise.
-        arrays: likewise.
-        residual: likewise.
+        x: as there.
+        arrays: as there.
+        residual: as there.
     """
     gate_up = _parts(block.parts, arrays.gate_up, arrays.matrices, x, arrays.key)
     if arrays.bias is not None:
@@ -89,19 +89,19 @@ def routed_experts(
     x: Float[Array, "N E"],
     weights: Float[Array, "N k"],
     experts: Int[Array, "N k"],
-    arrays: of_experts.Arrays,
+    arrays: of_experts.Operands,
 ) -> Float[Array, "N E"]:
     """The weighted sum of each token's experts: every expert on every token, and zero weights.
 
     Args:
         block: as in `experts.routed_experts`.
-        x: likewise.
-        weights: likewise.
-        experts: likewise.
-        arrays: likewise.
+        x: as there.
+        weights: as there.
+        experts: as there.
+        arrays: as there.
     """
 
-    def product(part: Part, weight: WeightLike, bias: Array | None, x: Float[Array, "X N in"]) -> Array:
+    def product(part: PartSpec, weight: WeightLike, bias: Array | None, x: Float[Array, "X N in"]) -> Array:
         decoded = as_weight(weight).experts(jnp.float32 if x.dtype == jnp.float64 else x.dtype)
         y = _by_expert(x, decoded.astype(x.dtype))
         if part.rank:
@@ -146,9 +146,9 @@ def masked(x: Array, key: PRNGKeyArray | None, name: str, rate: float) -> Array:
 
     Args:
         x: as in `drop`.
-        key: likewise.
-        name: likewise.
-        rate: likewise.
+        key: as there.
+        name: as there.
+        rate: as there.
     """
     if x.dtype != jnp.float64 or key is None or rate == 0.0:
         return drop(x, key, name, rate)
@@ -157,7 +157,9 @@ def masked(x: Array, key: PRNGKeyArray | None, name: str, rate: float) -> Array:
     return jnp.where(mask, x / (1.0 - rate), 0.0)
 
 
-def _parts(parts: Sequence[Part], weight: WeightLike, matrices: Matrices, x: Array, key: PRNGKeyArray | None) -> Array:
+def _parts(
+    parts: Sequence[PartSpec], weight: WeightLike, matrices: Matrices, x: Array, key: PRNGKeyArray | None
+) -> Array:
     """The parts' outputs side by side."""
     sizes = [(part.name, part.rows) for part in parts]
     adapters = {

@@ -31,12 +31,12 @@ class TrainableTokens(nnx.Module):
         """The embeddings of `tokens`, whose rows in the frozen table are `base`; in base's dtype."""
         order = np.argsort(self.indices)
         ordered = jnp.asarray(np.asarray(self.indices, np.int32)[order])
-        place = jnp.minimum(jnp.searchsorted(ordered, tokens), len(self.indices) - 1)
-        own = jnp.take(ordered, place) == tokens
-        rows = jnp.take(self.trainable_tokens_delta[...], jnp.take(jnp.asarray(order), place), axis=0)
-        return jnp.where(own[:, :, None], rows.astype(base.dtype), base)
+        nearest = jnp.minimum(jnp.searchsorted(ordered, tokens), len(self.indices) - 1)
+        trained = jnp.take(ordered, nearest) == tokens
+        rows = jnp.take(self.trainable_tokens_delta[...], jnp.take(jnp.asarray(order), nearest), axis=0)
+        return jnp.where(trained[:, :, None], rows.astype(base.dtype), base)
 
     def score(self, hidden: Float[Array, "B S E"], logits: Float[Array, "B S V"]) -> Float[Array, "B S V"]:
         """`logits`, the frozen head's of `hidden`, with those of the trained rows; in their dtype."""
-        own = linear(hidden, self.trainable_tokens_delta[...]).astype(logits.dtype)
-        return logits.at[:, :, np.asarray(self.indices, np.int32)].set(own, unique_indices=True)
+        scores = linear(hidden, self.trainable_tokens_delta[...]).astype(logits.dtype)
+        return logits.at[:, :, np.asarray(self.indices, np.int32)].set(scores, unique_indices=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fastjax.parallel import ROWS, SHARES, local
-from fastjax.quantization.float8 import places
+from fastjax.quantization.float8 import row_specs
 from pallas_kernels.float8 import Rounded, Scaled, flat_rows
 
 
@@ -49,7 +49,7 @@ def on_rows(op: Callable[..., tuple[Any, ...]], rows: tuple[Any, ...], whole: tu
         shares = jax.tree.map(lambda total: total[None], found[count:])
         return tuple(_over(array, batch, length) for array in found[:count]), shares
 
-    specs = tuple(map(places, rows)), P()
+    specs = tuple(map(row_specs, rows)), P()
     found, shares = local(island, in_specs=specs, out_specs=(ROWS, SHARES))(rows, whole)
     return *found, *jax.tree.map(lambda share: jnp.sum(share, axis=0), shares)
 

@@ -20,7 +20,7 @@ from fastjax.lora.params import Constant
 from fastjax.models.context import Context, Sums, document_ranges
 from fastjax.models.executor import Executor
 from fastjax.models.layer import DecoderLayer
-from fastjax.models.layer_parts import LayerParts
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.layout import LayerStack
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
             plan: arrangement of `weights["layers"]`.
             weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, or of a
                 reward model "score": {"weight"}, "layers": trees by stack and by position in the period}.
-            adapters: with `layers` arranged likewise; None: none.
+            adapters: with `layers` arranged as these; None: none.
             precision: of the computation.
             executor: how it is executed; None: one layer after another.
         """
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
             [
                 nnx.List(
                     [
-                        DecoderLayer(LayerParts(config, index, w, a, precision.in_layer(index), float8))
+                        DecoderLayer(LayerInputs(config, index, w, a, precision.in_layer(index), float8))
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from convert.model.layers import MOE
 from fastjax.lora.params import Constant
 from fastjax.models.context import Context, Sums, added
-from fastjax.models.layer_parts import LayerParts
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers import MIXERS, Mixer
 from fastjax.models.mlp import build_mlp
 from fastjax.models.moe import Mixture, build_mixture
@@ -29,24 +29,24 @@ class DecoderLayer(nnx.Module):
         block: that name.
         mlp: the MLP, or the mixture of experts.
         around_mixer: names of the normalisations before and after the mixer, which are attributes; or None.
-        around_mlp: likewise.
+        around_mlp: names of those around the MLP; or None.
         parallel: whether the MLP has the mixer's input.
         multiplier: factor of both outputs.
         tokens: of the stream that it has.
         feed: (part, key, tokens) -> what the part makes of them: at once, or as an execution has it.
     """
 
-    def __init__(self, parts: LayerParts):
-        config, settings = parts.config, parts.layer.mixer
+    def __init__(self, inputs: LayerInputs):
+        config, settings = inputs.config, inputs.layer.mixer
         self.around_mixer, self.around_mlp = config.attention_norms, config.mlp_norms
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
         self.dropout, self.tokens, self.feed = config.residual_dropout, WHOLE, at_once
         for name in dict.fromkeys((*self.around_mixer, *self.around_mlp)):
             if name is not None:
-                setattr(self, name, parts.norm(name))
+                setattr(self, name, inputs.norm(name))
         self.block = settings.block
-        setattr(self, self.block, MIXERS[type(settings)](settings, parts))
-        self.mlp = build_mixture(parts) if parts.layer.ffn == MOE else build_mlp(parts, "mlp")
+        setattr(self, self.block, MIXERS[type(settings)](settings, inputs))
+        self.mlp = build_mixture(inputs) if inputs.layer.ffn == MOE else build_mlp(inputs, "mlp")
 
     @property
     def mixer(self) -> Mixer:
@@ -70,11 +70,11 @@ class DecoderLayer(nnx.Module):
         """
         mix = self.mixer if mix is None else mix
         stream = self._stream(self.block, self.around_mixer)
-        x, read, made = stream.read(x, None if self.parallel else self.mixer.united(x.dtype), key)
+        x, read, prepared = stream.read(x, None if self.parallel else self.mixer.united(x.dtype), key)
         if stream.as_is:
-            x = mix(read, context, key, x, made)
+            x = mix(read, context, key, x, prepared)
         else:
-            x = stream.added(x, mix(read, context, key, None, made), key)
+            x = stream.added(x, mix(read, context, key, None, prepared), key)
         x = checkpoint_name(x, ATTENDED)
         stream = self._stream("mlp", self.around_mlp)
         if isinstance(self.mlp, Mixture):

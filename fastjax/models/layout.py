@@ -140,6 +140,6 @@ def _alone_axes(path: tuple[Any, ...], array: Any) -> P:
 
 
 def signature(layer: Any) -> Hashable:
-    """What two layers must share to be stacked: tree structure, shapes and dtypes."""
+    """Tree structure, shapes and dtypes of a layer; layers of one stack have equal ones."""
     leaves, structure = jax.tree.flatten(layer)
     return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)

@@ -6,9 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.linear import describe, matrices_of
-from fastjax.lora.mlp import Arrays, Block, gated_block
-from fastjax.lora.norm import Made
-from fastjax.models.layer_parts import LayerParts
+from fastjax.lora.mlp import Block, Operands, gated_block
+from fastjax.lora.norm import PreparedRows
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import ACTIVATIONS, glu
@@ -47,7 +47,7 @@ class MLP(nnx.Module):
         x: Float[Array, "B S E"],
         key: PRNGKeyArray | None,
         residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
+        prepared: PreparedRows | None = None,
     ) -> Float[Array, "B S E"]:
         """The block on normalised inputs.
 
@@ -55,13 +55,13 @@ class MLP(nnx.Module):
             x: the inputs.
             key: the layer's dropout key; None switches dropout off.
             residual: the residual stream, to which the block's output is added; None: that is returned alone.
-            made: of a fused block, what `lora.norm` has made of x.
+            prepared: of a fused block, x as `lora.norm` prepares it.
         """
         inner = x.astype(jnp.float32) if self.float32 else x
         if residual is not None and set(self.down.dtypes(inner.dtype)) != {residual.dtype}:
-            return residual + self(x, key, None, made)
+            return residual + self(x, key, None, prepared)
         if self.why_not_fused(inner.dtype) is None:
-            return self._unit(inner, key, residual, made).astype(x.dtype)
+            return self._unit(inner, key, residual, prepared).astype(x.dtype)
         parts = self.gate_up(inner, key)
         if self.gated:
             gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
@@ -118,7 +118,7 @@ class MLP(nnx.Module):
             *describe(self.down.parts, self.down.adapters),
         )
 
-    def arrays(self, key: PRNGKeyArray | None) -> Arrays:
+    def operands(self, key: PRNGKeyArray | None) -> Operands:
         """The unit's operands besides its input.
 
         Args:
@@ -126,24 +126,24 @@ class MLP(nnx.Module):
         """
         bias = None if self.gate_up.bias is None else self.gate_up.bias[...]
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
-        return Arrays(self.gate_up.operand, bias, self.down.operand, matrices, key)
+        return Operands(self.gate_up.operand, bias, self.down.operand, matrices, key)
 
     def _unit(
-        self, x: Array, key: PRNGKeyArray | None, residual: Array | None, made: Made | None
+        self, x: Array, key: PRNGKeyArray | None, residual: Array | None, prepared: PreparedRows | None
     ) -> Float[Array, "B S E"]:
         dtype = self.down.dtypes(x.dtype)[0]
-        out = gated_block(self.block(), x.astype(dtype), self.arrays(key)._replace(made=made), residual)
+        out = gated_block(self.block(), x.astype(dtype), self.operands(key)._replace(prepared=prepared), residual)
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
         return name_residual(out, "projection")
 
 
-def build_mlp(parts: LayerParts, block: str) -> MLP:
+def build_mlp(inputs: LayerInputs, block: str) -> MLP:
     """A layer's MLP, or an expert that sees every token.
 
     Args:
-        parts: of the layer.
+        inputs: of the layer.
         block: "mlp" or "mlp.shared_expert".
     """
-    config, gate_up, down = parts.config, parts.projection(f"{block}.gate_up"), parts.projection(f"{block}.down")
-    return MLP(config.hidden_act, gate_up, down, block in parts.float32, gated=config.gated)
+    config, gate_up, down = inputs.config, inputs.projection(f"{block}.gate_up"), inputs.projection(f"{block}.down")
+    return MLP(config.hidden_act, gate_up, down, block in inputs.float32, gated=config.gated)

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from convert.model.config import ModelConfig
 from convert.model.moe import RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
-from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
+from fastjax.lora.experts import Block, Clamp, Operands, routed_experts
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.params import Constant
 from fastjax.models.context import Sums
-from fastjax.models.layer_parts import LayerParts
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mlp import MLP, build_mlp
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
@@ -73,7 +73,7 @@ class Experts(nnx.Module):
         biases = [None if part.bias is None else part.bias[...] for part in parts]
         weights = [part.weight.get_value() for part in parts]
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
-        arrays = Arrays(weights[0], biases[0], weights[1], biases[1], matrices)
+        arrays = Operands(weights[0], biases[0], weights[1], biases[1], matrices)
         out = routed_experts(block, tokens, routing.weights, routing.experts, arrays)
         return name_residual(out, "projection").reshape(x.shape)
 
@@ -123,13 +123,13 @@ class Mixture(nnx.Module):
         return out.astype(x.dtype), _sums(routing, mask)
 
 
-def build_mixture(parts: LayerParts) -> Mixture:
+def build_mixture(inputs: LayerInputs) -> Mixture:
     """A layer's mixture around leaves that exist.
 
     Args:
-        parts: of the layer.
+        inputs: of the layer.
     """
-    config, weights, adapters, float32 = parts.config, parts.weights["mlp"], parts.adapters, parts.float32
+    config, weights, adapters, float32 = inputs.config, inputs.weights["mlp"], inputs.adapters, inputs.float32
     moe = config.moe
     assert moe is not None
 
@@ -149,7 +149,7 @@ def build_mixture(parts: LayerParts) -> Mixture:
     wide = any(WeightPath.parse(module).of_experts for module in float32)
     gate_up = experts("gate_up", "gate_up_proj", 2 * moe.intermediate_size)
     routed = Experts(config, gate_up, experts("down", "down_proj", config.hidden_size), wide)
-    shared = build_mlp(parts, "mlp.shared_expert") if "mlp.shared_expert.down" in parts.groups else None
+    shared = build_mlp(inputs, "mlp.shared_expert") if "mlp.shared_expert.down" in inputs.groups else None
     return Mixture(router, routed, shared, gate, "mlp" in float32)
 
 

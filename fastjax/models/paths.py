@@ -38,7 +38,7 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
     Args:
         graphdef: of the decoder.
         trainable: its trained arrays, or their shapes.
-        frozen: its other arrays, likewise.
+        frozen: its other arrays, or their shapes.
         tokens: of a batch on one device.
     """
     decoder = nnx.merge(graphdef, trainable, frozen)

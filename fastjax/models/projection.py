@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
-from fastjax.lora.linear import parted, project
+from fastjax.lora.linear import project, split_parts
 from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraLinear, SavedParam
 from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.lora.token_rows import TrainableTokens
@@ -117,7 +117,7 @@ class Projection(nnx.Module):
         weight, dtypes = self.operand, self.dtypes(x.dtype)
         if len(set(dtypes)) == 1:
             whole = self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped, residual)
-            return list(parted(whole, self.parts))
+            return list(split_parts(whole, self.parts))
         return [
             self._unit([size], rows_of(weight, here), x.astype(dtype), key, dropped)
             for size, here, dtype in zip(self.parts, self._slices, dtypes, strict=True)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.lora.linear import describe, matrices_of
-from fastjax.lora.norm import Made, Scale, normed_products
+from fastjax.lora.norm import NormConstants, PreparedRows, normed_products
 from fastjax.lora.rank_products import drops
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
@@ -66,10 +66,10 @@ class Stream(nnx.Module):
 
     def read(
         self, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
-    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Made | None]:
+    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], PreparedRows | None]:
         """The residual stream, to be read in its place; the normalised rows; what else a projection reads of them.
 
-        Where layers are shared the rows are of all tokens, and nothing else is made.
+        Where layers are shared the rows are of all tokens, and nothing else is prepared.
 
         Args:
             x: the residual stream.
@@ -85,7 +85,7 @@ class Stream(nnx.Module):
         parts = describe(projection.parts, projection.adapters)
         if not norm.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
             return *self.normed(x), None
-        scale = Scale(norm.eps, norm.offset)
+        scale = NormConstants(norm.eps, norm.offset)
         rounds = x.dtype == jnp.bfloat16 and as_weight(projection.operand).reads_rounded(False)
         return normed_products(scale, parts, x, norm.weight[...], matrices_of(projection.adapters), rounds=rounds)
 
@@ -129,10 +129,10 @@ class FeedForward(nnx.Module):
             x: the residual stream.
             read: the MLP's input; None: it reads the stream.
         """
-        made = None
+        prepared = None
         if read is None:
             whole = self.mlp.float32 or self.mlp.why_not_fused(x.dtype) is not None
-            x, read, made = self.stream.read(x, None if whole else self.mlp.gate_up, key)
+            x, read, prepared = self.stream.read(x, None if whole else self.mlp.gate_up, key)
         if self.stream.as_is:
-            return self.mlp(read, key, x, made)
-        return self.stream.added(x, self.mlp(read, key, None, made), key)
+            return self.mlp(read, key, x, prepared)
+        return self.stream.added(x, self.mlp(read, key, None, prepared), key)

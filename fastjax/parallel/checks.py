@@ -18,7 +18,7 @@ def check_mesh(
         config: the model's.
         shape: devices along each mesh axis.
         lora_dropout: the adapters' setting.
-        use_dora: likewise.
+        use_dora: whether the adapters have magnitudes.
 
     Raises:
         ConfigError: names the setting, what was expected and what came.

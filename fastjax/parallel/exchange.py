@@ -38,7 +38,7 @@ class Format(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Of one number, with its share of the scale."""
+        """Bytes of one number, with its share of the scale."""
         return self.bits / 8 + (SCALE_BYTES / self.block if self.levels else 0)
 
 
@@ -60,7 +60,7 @@ class Packed(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """What rounding has kept back, bfloat16, replica by replica; None in the place of arrays that travel in float32.
+    """Rounding errors that the next step adds, bfloat16, replica by replica; None for arrays that travel in float32.
 
     Attributes:
         sent: of each replica's own gradient, [replicas, *shape].

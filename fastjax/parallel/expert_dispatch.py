@@ -25,11 +25,11 @@ class Dispatch(NamedTuple):
     Attributes:
         own: experts of one device.
         experts: numbers among this device's experts, of all T = n·N tokens that come to it, int32 [T, k]; `own` of
-            choices that lie elsewhere and of empty places.
+            choices that lie elsewhere and of empty slots.
         weights: of these choices [T, k], there zero.
         tokens: the token in each place that is sent, int32 [n, N]: those that go to a device in their order, then the
             others; None: there is one device, whose tokens stay.
-        places: place of each token among those that go to a device, int32 [N, n]; -1: it does not go there.
+        slots: number of each token among those that go to a device, int32 [N, n]; -1: it does not go there.
         owners: device of each choice, int32 [N, k].
     """
 
@@ -37,31 +37,31 @@ class Dispatch(NamedTuple):
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]
     tokens: Int[Array, "n N"] | None = None
-    places: Int[Array, "N n"] | None = None
+    slots: Int[Array, "N n"] | None = None
     owners: Int[Array, "N k"] | None = None
 
     def send(self, x: Float[Array, "N E"]) -> Float[Array, "T E"]:
-        """The rows of all tokens that come to this device; what is in empty places has no meaning."""
+        """The rows of all tokens that come to this device; what is in empty slots has no meaning."""
         return x if self.tokens is None else _swap(x[self.tokens]).reshape(-1, x.shape[1])
 
     def returned(self, y: Float[Array, "T E"]) -> Float[Array, "N E"]:
         """Each token's sum of what its devices return, accumulated in float32, in the dtype of y."""
-        if self.places is None:
+        if self.slots is None:
             return y
-        count, devices = self.places.shape
+        count, devices = self.slots.shape
         back = _swap(y.reshape(devices, count, -1)).reshape(-1, y.shape[1])
-        places = self.places + count * jnp.arange(devices, dtype=jnp.int32)[None]
-        rows = back[jnp.where(self.places < 0, 0, places)].astype(jnp.float32)
-        return jnp.sum(jnp.where((self.places < 0)[:, :, None], 0, rows), axis=1).astype(y.dtype)
+        slots = self.slots + count * jnp.arange(devices, dtype=jnp.int32)[None]
+        rows = back[jnp.where(self.slots < 0, 0, slots)].astype(jnp.float32)
+        return jnp.sum(jnp.where((self.slots < 0)[:, :, None], 0, rows), axis=1).astype(y.dtype)
 
     def returned_choices(self, values: Float[Array, "T k"]) -> Float[Array, "N k"]:
         """A number of each choice, from the device that holds its expert."""
-        if self.places is None or self.owners is None:
+        if self.slots is None or self.owners is None:
             return values
         count, choices = self.owners.shape
         back = _swap(values.reshape(-1, count, choices))
-        places = jnp.take_along_axis(self.places, self.owners, axis=1)
-        return back[self.owners, places, jnp.arange(choices, dtype=jnp.int32)[None, :]]
+        slots = jnp.take_along_axis(self.slots, self.owners, axis=1)
+        return back[self.owners, slots, jnp.arange(choices, dtype=jnp.int32)[None, :]]
 
 
 def plan_dispatch(experts: Int[Array, "N k"], weights: Float[Array, "N k"], count: int) -> Dispatch:
@@ -80,14 +80,14 @@ def plan_dispatch(experts: Int[Array, "N k"], weights: Float[Array, "N k"], coun
     own = count // devices
     owners = experts // own
     goes = jnp.any(owners[:, :, None] == jnp.arange(devices, dtype=owners.dtype)[None, None, :], axis=1)
-    places = jnp.where(goes, jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1, -1)
+    slots = jnp.where(goes, jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1, -1)
     numbers = jnp.broadcast_to(jnp.arange(goes.shape[0], dtype=jnp.int32)[None, :], (devices, goes.shape[0]))
     _, tokens = jax.lax.sort((~goes.T, numbers), dimension=1, num_keys=1, is_stable=True)
     first = own * jnp.arange(devices, dtype=experts.dtype)[:, None, None]
     here = owners[tokens] == first // own
     local = _swap(jnp.where(here, experts[tokens] - first, own)).reshape(-1, experts.shape[1])
     factors = _swap(jnp.where(here, weights[tokens], 0)).reshape(-1, experts.shape[1])
-    return Dispatch(own, local, factors, tokens, places, owners)
+    return Dispatch(own, local, factors, tokens, slots, owners)
 
 
 def _swap(parts: Array) -> Array:

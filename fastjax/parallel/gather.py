@@ -32,12 +32,12 @@ def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool
         tree: arrays.
         axes: the logical axes of each.
         after: an island gathers nothing before this is there, and the devices have met.
-        in_place: as for `parted`.
+        in_place: as for `take_shards`.
         stays: whether the arrays stay in memory until all devices have read them. A slice of a stack does not: in an
             island a collective gathers it.
     """
     if holds_shards():
-        rest, shards = parted(tree, axes, in_place if stays else ())
+        rest, shards = take_shards(tree, axes, in_place if stays else ())
         one = shards._replace(stacks=[shard[None] for shard in shards.stacks])
         return completed(rest, one, jnp.int32(0), after, implementation=None if stays else "xla")
     if not splits_weights():
@@ -58,7 +58,7 @@ def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool
 
 
 class Shards(NamedTuple):
-    """What `fsdp` splits of a stack's arrays, on one device.
+    """The arrays of a stack that `fsdp` splits, on one device.
 
     Attributes:
         stacks: this device's rows of all layers.
@@ -73,7 +73,7 @@ class Shards(NamedTuple):
     structure: Any
 
 
-def parted(tree: Any, axes: Sequence[P], in_place: Sequence[bool] = ()) -> tuple[list[Array], Shards]:
+def take_shards(tree: Any, axes: Sequence[P], in_place: Sequence[bool] = ()) -> tuple[list[Array], Shards]:
     """A stack's arrays in an island over `fsdp`: those that are whole, and the shards.
 
     A loop over the layers slices the former; `completed` reads a layer of the latter where they are.
@@ -93,7 +93,7 @@ def parted(tree: Any, axes: Sequence[P], in_place: Sequence[bool] = ()) -> tuple
 def completed(
     rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], after: Array, *, implementation: str | None = None
 ) -> Any:
-    """One layer's arrays of those that `parted` gave: gathered, or `Shared` for their readers.
+    """One layer's arrays of those that `take_shards` gave: gathered, or `Shared` for their readers.
 
     Args:
         rest: this layer's arrays that are whole.
@@ -161,9 +161,9 @@ def looked_up(shard: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Ar
         shard: this device's rows of the table.
         tokens: of this device.
     """
-    place = jax.lax.all_gather(tokens, "fsdp") - jax.lax.axis_index("fsdp") * shard.shape[0]
-    own = (place >= 0) & (place < shard.shape[0])
-    rows = jnp.where(own[..., None], jnp.take(shard, place, axis=0, mode="clip"), 0)
+    row = jax.lax.all_gather(tokens, "fsdp") - jax.lax.axis_index("fsdp") * shard.shape[0]
+    here = (row >= 0) & (row < shard.shape[0])
+    rows = jnp.where(here[..., None], jnp.take(shard, row, axis=0, mode="clip"), 0)
     return jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=0)
 
 

@@ -30,7 +30,7 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any, *, mesh: Mesh |
     Args:
         op: arrays in, arrays out; differentiable if the island is to be.
         in_specs: a PartitionSpec for each argument (a prefix tree), in terms of the ambient mesh's axes.
-        out_specs: likewise for the results.
+        out_specs: a PartitionSpec for each result.
         mesh: the ambient one, where the island has kernels that read other devices' memory: these are lowered for its
             devices by number, and lowering may come when it is ambient no more. None: there are none.
 

@@ -137,7 +137,7 @@ def spec_of(shape: tuple[int, ...], names: P, mesh: Any) -> P:
 
 
 def _splitting(size: int, axes: tuple[str, ...], mesh: Any) -> str | tuple[str, ...] | None:
-    """Those of an array axis' mesh axes that split it into parts of enough rows."""
+    """The mesh axes, among an array axis' own, that split it into parts of enough rows."""
     found, devices = [], 1
     for axis in axes:
         more = devices * mesh.shape[axis]

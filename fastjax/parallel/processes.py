@@ -252,7 +252,7 @@ def barrier(name: str) -> None:
 
 
 def in_turn(make: Callable[[str], T], word: Callable[[T], str]) -> T:
-    """What a function makes, in the first process before the others: these find what it has kept.
+    """Call a function in the first process before the others, which find what it has stored.
 
     Args:
         make: called once in every process, with what the first one tells; there it is empty.

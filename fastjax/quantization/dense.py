@@ -83,7 +83,7 @@ class DenseWeight(Weight):
         """Any array does."""
         return True
 
-    def part(self) -> "DenseWeight":
+    def shard(self) -> "DenseWeight":
         """Itself: its shape is the array's."""
         return self
 

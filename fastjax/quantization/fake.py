@@ -83,7 +83,7 @@ class Integers(Scheme):
     zero_points: bool = False
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         groups = w.reshape(w.shape[0], -1, self.block or w.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
         if self.zero_points:
@@ -109,7 +109,7 @@ class FP8(Scheme):
     tile: tuple[int, int | None] | None
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         if self.tile is None:
             scale = _scale(top, _E4M3, dtype)[None, None]
             return _unhidden(_e4m3(jnp.clip(quotient(w, scale), -_E4M3, _E4M3)) * scale, w), None
@@ -126,7 +126,7 @@ class NF4(Scheme):
     """NF4 in blocks of 64 with nested scales, through the quantiser that quantised weights themselves go through."""
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         return _unhidden(NF4Weight.quantize(w.astype(dtype)).dequantize(jnp.float32), w), None
 
 
@@ -137,7 +137,7 @@ class MXFP4(Scheme):
     block = 32
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         blocks = w.reshape(w.shape[0], -1, 32)
         largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), 2, keepdims=True), jnp.int32)
         exponent = jnp.clip((largest >> 23) - 127 - 2, -126, 126)  # 2 is the exponent of the largest value, 6
@@ -158,7 +158,7 @@ class NVFP4(Scheme):
     block = 16
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         blocks = w.reshape(w.shape[0], -1, 16)
         amax = jnp.max(jnp.abs(blocks), 2, keepdims=True)
         top = jnp.max(amax, 1, keepdims=True) if self.by_row else top[None, None, None]
@@ -185,7 +185,7 @@ class GGML(Scheme):
     block = 32
 
     def __call__(self, w, top, dtype):
-        """See `Scheme`."""
+        """The decoded values, as `Scheme.__call__`."""
         blocks = round_through(w, self.folder).reshape(w.shape[0], -1, 32)
         if self.bits == 4:
             scale = jnp.take_along_axis(blocks, jnp.argmax(jnp.abs(blocks), 2, keepdims=True), 2) / -8.0

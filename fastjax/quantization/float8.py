@@ -19,12 +19,12 @@ from fastjax.quantization.weight import Axes, Float8Operand, Weight, after
 from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul
 from pallas_kernels import float8
 
-#: How devices hold a product in float8: with their own rows.
+#: The PartitionSpecs of a product in float8: a device has its own rows.
 SCALED: Any = float8.Scaled(ROWS, ROWS, P())  # pyright: ignore[reportArgumentType]
 
 
-def places(operand: Any) -> Any:
-    """How devices hold an array [B, S, …] or a product in float8.
+def row_specs(operand: Any) -> Any:
+    """The PartitionSpec of an array [B, S, …], or of a product in float8.
 
     Args:
         operand: it.
@@ -64,7 +64,7 @@ class Float8Compute(Weight):
     Attributes:
         weight: packed, or an array.
         operand: the matrix in float8, where it is made for several products; None: each makes its own.
-        transposed_operand: its transpose likewise.
+        transposed_operand: its transpose, in the same way.
     """
 
     weight: WeightLike
@@ -78,7 +78,7 @@ class Float8Compute(Weight):
 
     @property
     def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the weight."""
+        """The weight's formats."""
         return self._own.formats
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
@@ -96,7 +96,7 @@ class Float8Compute(Weight):
         return self.matmul(x)
 
     def transposed_scaled(self, dy: Float[Array, "B S out"] | float8.Rounded) -> Float[Array, "B S in"] | float8.Scaled:
-        """dy·W likewise."""
+        """dy·W; of bfloat16 or float8 with the scales beside the product."""
         if isinstance(dy, float8.Rounded) or dy.dtype == jnp.bfloat16:
             return _multiply(dy, self, True)
         return self.transposed(dy)
@@ -119,7 +119,7 @@ class Float8Compute(Weight):
         return None if joined is None else Float8Compute(joined.held)
 
     def axes(self, out: str | None, into: str | None) -> Axes:
-        """Those of the weight."""
+        """The axes of the weight's arrays."""
         return Float8Compute(self._own.axes(out, into))
 
     @property

@@ -111,7 +111,7 @@ def _by_operand_row(weight: FP8Weight, transposed: bool) -> Float8Operand:
 
 
 def _by_row(weight: FP8Weight) -> FP8Weight:
-    """The same matrix with scales for each row."""
+    """A weight with a scale for each row in the place of blocks, of equal values."""
     rows = weight.shape[0]
     scales = jnp.repeat(weight.scales, weight.block[0], axis=-2)[..., :rows, :]
     return dataclasses.replace(weight, scales=scales, block=(1, min(weight.block[1], weight.shape[1])))

@@ -114,7 +114,7 @@ class NF4Weight(Weight):
         return self._grouped(x, group_sizes, rows=rows, low_rank=low_rank, gradient=False)
 
     def grouped_transposed(self, dy, group_sizes, *, rows=None, low_rank=None) -> Float[Array, "M in"]:
-        """The gradient that `grouped_matmul` passes to its rows, likewise."""
+        """The gradient that `grouped_matmul` passes to its rows, decoded in the same way."""
         return self._grouped(dy, group_sizes, rows=rows, low_rank=low_rank, gradient=True)
 
     def _grouped(self, x: Array, group_sizes: Array, *, gradient: bool, **options) -> Array:
@@ -169,7 +169,7 @@ class NF4Weight(Weight):
         """Whether rows, and parts of them, are whole blocks, and scales are not nested: theirs cross rows."""
         return self.order == "split" and self.nested_absmax is None and self.shape[1] % (columns * BLOCK) == 0
 
-    def part(self) -> "NF4Weight":
+    def shard(self) -> "NF4Weight":
         """With the shape of the codes."""
         rows, packed = self.codes.shape[-2:]
         return dataclasses.replace(self, shape=(rows, 2 * packed), parts=(rows,))

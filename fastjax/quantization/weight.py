@@ -1,4 +1,4 @@
-"""What the model asks of a frozen or trained matrix, whatever its format."""
+"""The protocol of a frozen or trained matrix, whatever its format."""
 
 import abc
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Weight(abc.ABC):
         return self.matmul(x)
 
     def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
-        """`transposed` likewise."""
+        """`transposed`, whose reader applies the scales too."""
         return self.transposed(dy)
 
     def reads_rounded(self, transposed: bool) -> bool:
@@ -115,7 +115,7 @@ class Weight(abc.ABC):
         rows: Int[Array, " M"] | None = None,
         low_rank: tuple[Float[Array, "M R"], Float[Array, "X R in"]] | None = None,
     ) -> Float[Array, "M in"]:
-        """The gradient that `grouped_matmul` passes to its rows, in the dtype of dy; arguments likewise."""
+        """The gradient that `grouped_matmul` passes to its rows, in the dtype of dy; takes the same arguments."""
         dy, matrices = self._decoded(dy)
         return grouped_matmul_dx(dy, matrices, group_sizes, rows=rows, low_rank=low_rank)
 
@@ -172,18 +172,18 @@ class Weight(abc.ABC):
         """
         return False
 
-    def part(self) -> "Weight":
-        """The weight of which the arrays are a device's part of this one's, where they split."""
+    def shard(self) -> "Weight":
+        """The smaller weight whose arrays these are on one device, where they split."""
         raise NotImplementedError(f"weights in {self.formats} do not split over devices")
 
     @property
     def held(self) -> Any:
-        """What the model's tree holds: the weight itself, or a plain array."""
+        """The leaf of the model's tree: the weight itself, or a plain array."""
         return self
 
 
 def after(weights: Sequence[W], x: X) -> tuple[list[W], X]:
-    """The same weights, no earlier than x is there, and x: so no decode is moved before it, or kept for another pass.
+    """Make weights wait for x: no decode of them is moved before it, or kept for another pass.
 
     Each one's codes stay where they are, in a stack of all layers': a barrier on them would cost a copy.
 
@@ -205,7 +205,7 @@ def after(weights: Sequence[W], x: X) -> tuple[list[W], X]:
 
 
 def read_in_place(tree: Any) -> list[bool]:
-    """Of each array, whether the products with its weight take it as `shard_gather.Shared`.
+    """Whether the products with an array's weight take it as `shard_gather.Shared`, array by array.
 
     Args:
         tree: of weights and other arrays.

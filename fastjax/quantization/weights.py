@@ -110,7 +110,7 @@ class MixedWeight(Weight):
 
     @property
     def formats(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of its weights."""
+        """The formats of its weights."""
         return tuple(dict.fromkeys(name for piece in self._pieces for name in piece.formats))
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
@@ -146,7 +146,7 @@ class MixedWeight(Weight):
         return None
 
     def axes(self, out: str | None, into: str | None) -> Axes:
-        """Those of its weights."""
+        """The axes of its weights' arrays."""
         return MixedWeight(tuple(piece.axes(out, into) for piece in self._pieces))
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastjax.errors import ConfigError
 from fastjax.execution.chunks import AUTO_CHUNK, AUTO_TOKENS, CHUNK, check_chunk
-from fastjax.execution.policies import POLICIES, candidates, held_place, holds_more, policy_of
+from fastjax.execution.policies import POLICIES, candidates, holds_more, memory_rank, policy_of
 from fastjax.execution.remat import compiler_options
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.host import with_host_embedding, with_host_layers
@@ -80,7 +80,7 @@ def _below(
     name, _, first = policy.partition(":")
     rest = policy_of(policy, int(first)) if first else name
     row = config.model.max_seq_length
-    more, least = sorted((name, rest), key=lambda one: held_place(one, row))
+    more, least = sorted((name, rest), key=lambda one: memory_rank(one, row))
 
     def suits(other: str) -> bool:
         if any(other == one or holds_more(other, one, row) for one in others):

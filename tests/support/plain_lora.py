@@ -11,7 +11,7 @@ from pallas_kernels.glu.reference import ACTIVATIONS
 def mlp(block, x, key):
     """A whole `fastjax.models.mlp.MLP`."""
     if block.why_not_fused(x.dtype) is None:
-        y = reference.gated_block(block.block(), x, block.arrays(key))
+        y = reference.gated_block(block.block(), x, block.operands(key))
         return y if block.down.bias is None else y + block.down.bias[...].astype(x.dtype)[None, None]
 
     def projection(module, x):

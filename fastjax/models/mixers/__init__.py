@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model import layers
-from fastjax.lora.norm import Made
+from fastjax.lora.norm import PreparedRows
 from fastjax.models.context import Context
-from fastjax.models.layer_parts import LayerParts
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers.attention import build_attention
 from fastjax.models.projection import Projection
 
@@ -41,7 +41,7 @@ class Mixer(Protocol):
     across: str | None
 
     def united(self, dtype: jnp.dtype) -> Projection | None:
-        """The projection of its input that takes what `lora.norm` makes of it; None: there is none.
+        """The projection of its input that takes what `lora.norm` prepares; None: there is none.
 
         Args:
             dtype: of the input.
@@ -54,7 +54,7 @@ class Mixer(Protocol):
         context: Context,
         key: PRNGKeyArray | None,
         residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
+        prepared: PreparedRows | None = None,
     ) -> Float[Array, "B S E"]:
         """The output.
 
@@ -63,7 +63,7 @@ class Mixer(Protocol):
             context: of all layers.
             key: the layer's dropout key; None switches dropout off.
             residual: the residual stream, to which the output is added; None: the output is returned alone.
-            made: what `lora.norm` has made of x for `united`.
+            prepared: x as `lora.norm` prepares it for `united`.
         """
         ...
 
@@ -93,7 +93,7 @@ class Mixer(Protocol):
         state: Any,
         context: Context,
         residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
+        prepared: PreparedRows | None = None,
     ) -> tuple[Float[Array, "B S E"], Any]:
         """The output for S new tokens of each row, and the state with them.
 
@@ -102,10 +102,10 @@ class Mixer(Protocol):
             state: of the tokens before.
             context: of all layers, with `slots`.
             residual: the residual stream, to which the output is added; None: the output is returned alone.
-            made: what `lora.norm` has made of x for `united`.
+            prepared: x as `lora.norm` prepares it for `united`.
         """
         ...
 
 
-#: Class of settings -> (settings, parts) -> the module.
-MIXERS: dict[type, Callable[[Any, LayerParts], Mixer]] = {layers.Attention: build_attention}
+#: Class of settings -> (settings, inputs) -> the module.
+MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {layers.Attention: build_attention}

@@ -14,10 +14,10 @@ from convert.model import layers
 from convert.model.config import ModelConfig
 from fastjax.lora import heads as heads_unit
 from fastjax.lora.linear import describe, matrices_of
-from fastjax.lora.norm import Made
+from fastjax.lora.norm import PreparedRows
 from fastjax.lora.params import BaseParam
 from fastjax.models.context import Context
-from fastjax.models.layer_parts import LayerParts
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, batch_part, local
@@ -73,10 +73,10 @@ class Attention(nnx.Module):
         qkv: projections to queries, keys and values, or one to all three in this order.
         o: projection of the heads' output.
         q_norm: normalisation of the queries, of each head or of all together; None: none.
-        k_norm: likewise of the keys.
+        k_norm: normalisation of the keys; None: none.
         sinks: logits of no key; None: none.
         float32: whether all of it is computed in float32, whatever the input's dtype.
-        across: as of `Mixer`.
+        across: as in `Mixer`.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class Attention(nnx.Module):
         context: Context,
         key: PRNGKeyArray | None,
         residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
+        prepared: PreparedRows | None = None,
     ) -> Float[Array, "B S E"]:
-        """As of `Mixer`."""
-        q, k, v = self._heads(x, context, key, made)
+        """The output for whole rows, as `Mixer.__call__`."""
+        q, k, v = self._heads(x, context, key, prepared)
         return self._out(self._attend(q, k, v, context.segment_ranges, key), x.dtype, key, residual)
 
     def init(self, batch: int, length: int, dtype: jnp.dtype) -> KeysValues:
-        """As of `Mixer`."""
+        """Keys and values of no token, with room for `length`."""
         dtype = jnp.dtype(jnp.float32) if self.float32 else dtype
         _, key_heads, size = self.shape
         return KeysValues(*(jnp.zeros((batch, length, key_heads, size), dtype) for _ in KeysValues._fields))
@@ -144,12 +144,12 @@ class Attention(nnx.Module):
         state: KeysValues,
         context: Context,
         residual: Float[Array, "B S E"] | None = None,
-        made: Made | None = None,
+        prepared: PreparedRows | None = None,
     ) -> tuple[Float[Array, "B S E"], KeysValues]:
-        """As of `Mixer`."""
+        """The output for new tokens, as `Mixer.step`."""
         slots = context.slots
         assert slots is not None, "new tokens need their slots"
-        q, k, v = self._heads(x, context, None, made)
+        q, k, v = self._heads(x, context, None, prepared)
         state = state.written(k, v, slots.index)
         out = attention(
             q,
@@ -185,7 +185,7 @@ class Attention(nnx.Module):
         return None
 
     def _heads(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, made: Made | None
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, prepared: PreparedRows | None
     ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
         """Queries, keys and values by head, ready for attention.
 
@@ -194,20 +194,20 @@ class Attention(nnx.Module):
         can be, and what `lora.norm` makes of x may be given.
         """
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self._turned_heads(x, context, key, made)
+        q, k, v = self._turned_heads(x, context, key, prepared)
         return checkpoint_name(q, HEADS), checkpoint_name(k, HEADS), checkpoint_name(v, HEADS)
 
-    def _turned_heads(self, x: Array, context: Context, key: PRNGKeyArray | None, made: Made | None) -> Any:
+    def _turned_heads(self, x: Array, context: Context, key: PRNGKeyArray | None, prepared: PreparedRows | None) -> Any:
         heads, key_heads, size = self.shape
         rotary = (None, None) if self.settings.rope is None else context.rotary[self.settings.rope]
         scales = context.query_scales.get(self.settings.rope or "")
         if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
             weight, matrices = self.qkv.operand, matrices_of(self.qkv.adapters)
             parts = describe(self.qkv.parts, self.qkv.adapters)
-            arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, made)
+            arrays = heads_unit.Operands(weight, rotary[0], rotary[1], matrices, key, prepared)
             q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
             return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v
-        assert made is None, "it is for the unit"
+        assert prepared is None, "it is for the unit"
         whole = self.qkv.whole(x, key) if self.q_norm is None else None
         if whole is not None:
             options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}
@@ -285,15 +285,15 @@ def _own_key(block: str) -> int:
     return zlib.crc32(block.encode()) & 0x7FFFFFFF
 
 
-def build_attention(settings: layers.Attention, parts: LayerParts) -> Attention:
+def build_attention(settings: layers.Attention, inputs: LayerInputs) -> Attention:
     """The attention of a layer.
 
     Args:
         settings: its window and rotary positions.
-        parts: of the layer.
+        inputs: of the layer.
     """
-    config, block = parts.config, settings.block
-    norms = None if config.qk_norm is None else (parts.norm("q_norm", block), parts.norm("k_norm", block))
-    sinks = Sinks(parts.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
-    qkv, o = parts.projection(f"{block}.qkv"), parts.projection(f"{block}.o")
-    return Attention(config, settings, qkv, o, norms, block in parts.float32, sinks)
+    config, block = inputs.config, settings.block
+    norms = None if config.qk_norm is None else (inputs.norm("q_norm", block), inputs.norm("k_norm", block))
+    sinks = Sinks(inputs.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
+    qkv, o = inputs.projection(f"{block}.qkv"), inputs.projection(f"{block}.o")
+    return Attention(config, settings, qkv, o, norms, block in inputs.float32, sinks)

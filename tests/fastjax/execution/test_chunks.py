@@ -8,7 +8,7 @@ from jax.extend.core import jaxprs_in_params
 
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
-from fastjax.execution.chunks import by_chunks, check_chunk, chunk_places
+from fastjax.execution.chunks import by_chunks, check_chunk, chunk_size
 from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
@@ -21,7 +21,7 @@ from tests.fastjax.lora.test_mlp import FEATURES, make
 from tests.support import families, tiny
 
 #: Two whole chunks and a shorter one.
-PLACES = 12
+SIZE = 12
 CONFIG = read_config(tiny.CONFIG, where="tiny")
 #: name -> ranks of gate, up and down, their options, whether every array is trained
 CASES = {
@@ -69,12 +69,12 @@ def test_chunks_equal_the_whole_in_value_and_gradients(name):
         return loss
 
     def whole(state, x):
-        pieces = [x] if key is None else jnp.split(x, [*range(PLACES, LENGTH, PLACES)], axis=1)
+        pieces = [x] if key is None else jnp.split(x, [*range(SIZE, LENGTH, SIZE)], axis=1)
         keys = [None] if key is None else [jax.random.fold_in(key, number) for number in range(len(pieces))]
         return jnp.concatenate([run(state, own, piece) for own, piece in zip(keys, pieces, strict=True)], axis=1)
 
     def chunked(state, x):
-        return by_chunks(run, state, key, x, places=PLACES, decode=decode)
+        return by_chunks(run, state, key, x, size=SIZE, decode=decode)
 
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
     arguments = nnx.to_pure_dict(trained), x, dy
@@ -111,12 +111,12 @@ def test_no_array_is_as_long_as_the_row_and_no_frozen_matrix_has_a_gradient():
 
 def test_auto_leaves_short_rows_and_policies_that_keep_projections():
     long, short = (2, 8192, WIDTH), (1, 8192, WIDTH)
-    assert chunk_places("auto", long, "full") == chunk_places("auto", long, "offload_attention") == 1024
-    assert chunk_places("auto", short, "full") is None
-    assert chunk_places("auto", long, "projections") is chunk_places("auto", long, "none") is None
-    assert chunk_places(512, short, "projections") == 512
-    assert chunk_places(1, long, "full") == 1
-    assert chunk_places(16384, long, "full") is chunk_places(None, long, "full") is None
+    assert chunk_size("auto", long, "full") == chunk_size("auto", long, "offload_attention") == 1024
+    assert chunk_size("auto", short, "full") is None
+    assert chunk_size("auto", long, "projections") is chunk_size("auto", long, "none") is None
+    assert chunk_size(512, short, "projections") == 512
+    assert chunk_size(1, long, "full") == 1
+    assert chunk_size(16384, long, "full") is chunk_size(None, long, "full") is None
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "some", 1.5])

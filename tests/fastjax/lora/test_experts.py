@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from fastjax.lora import reference
-from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
-from fastjax.lora.rank_products import Part
+from fastjax.lora.experts import Block, Clamp, Operands, routed_experts
+from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import NF4Weight, as_weight, concatenate
 from fastjax.residuals import SAVED
 from tests.fastjax.lora.conftest import Maker, distance, value_and_gradients
@@ -40,12 +40,12 @@ def make(maker, name, kind):
         a = maker.normal(EXPERTS, rank, columns, scale=columns**-0.5)
         return a, maker.normal(EXPERTS, rows, rank)
 
-    parts = [Part(part, rows, rank, scaling) for part, (rows, _, rank, scaling) in sizes.items()]
+    parts = [PartSpec(part, rows, rank, scaling) for part, (rows, _, rank, scaling) in sizes.items()]
     weights = [stacked(rows, columns) for rows, columns, _, _ in sizes.values()]
     biases = [maker.normal(EXPERTS, rows) if biased else None for rows, *_ in sizes.values()]
     matrices = {part: adapter(rows, columns, rank) for part, (rows, columns, rank, _) in sizes.items() if rank}
     block = Block(EXPERTS, "silu", clamp, *parts)
-    return block, Arrays(weights[0], biases[0], weights[1], biases[1], matrices)
+    return block, Operands(weights[0], biases[0], weights[1], biases[1], matrices)
 
 
 @functools.cache

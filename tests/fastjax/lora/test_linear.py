@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from fastjax.lora import reference
-from fastjax.lora.linear import parted, project
+from fastjax.lora.linear import project, split_parts
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
 
 SIZES = (("q_proj", 128), ("k_proj", 64), ("v_proj", 64))
@@ -48,7 +48,7 @@ def functions(adapters, weight, sizes=SIZES, **options):
 
         return run
 
-    return of(project, parted), of(reference.project, columns), nnx.to_pure_dict(state)
+    return of(project, split_parts), of(reference.project, columns), nnx.to_pure_dict(state)
 
 
 def columns(y, sizes):

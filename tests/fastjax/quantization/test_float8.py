@@ -12,8 +12,8 @@ from fastjax.errors import ConfigError
 from fastjax.execution.options import LoadOptions
 from fastjax.execution.precision import make_precision
 from fastjax.lora import mlp
-from fastjax.lora.mlp import Arrays, Block, gated_block
-from fastjax.lora.rank_products import Part
+from fastjax.lora.mlp import Block, Operands, gated_block
+from fastjax.lora.rank_products import PartSpec
 from fastjax.parallel import make_mesh
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
 from fastjax.quantization.float8 import Float8Compute, in_float8
@@ -165,14 +165,18 @@ def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(drop
         return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
     weights = [in_float8(NF4Weight.quantize(make(*shape))) for shape in ((2 * features, width), (width, features))]
-    parts = [Part("gate_proj", features, 4), Part("up_proj", features, 4), Part("down_proj", width, 4, dropout=dropout)]
+    parts = [
+        PartSpec("gate_proj", features, 4),
+        PartSpec("up_proj", features, 4),
+        PartSpec("down_proj", width, 4, dropout=dropout),
+    ]
     inputs = {"gate_proj": width, "up_proj": width, "down_proj": features}
     matrices = {part.name: (make(4, inputs[part.name]), make(part.rows, 4)) for part in parts}
     block, x, dy = Block("silu", tuple(parts[:2]), parts[2]), make(2, 3, width), make(2, 3, width)
     seen = []
 
     def unit(x, matrices):
-        arrays = Arrays(weights[0], None, weights[1], matrices, jax.random.key(0) if dropout else None)
+        arrays = Operands(weights[0], None, weights[1], matrices, jax.random.key(0) if dropout else None)
         return gated_block(block, x, arrays, x)
 
     def results():

@@ -11,7 +11,7 @@ from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 
 
-class LayerParts(NamedTuple):
+class LayerInputs(NamedTuple):
     """The arrays and settings that a layer is built of.
 
     Attributes:
