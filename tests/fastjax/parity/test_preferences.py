@@ -148,9 +148,9 @@ def test_ten_steps(kind, base, tmp_path):
 
     order = np.tile(np.arange(BATCH), STEPS)
     if kind != "KTO":
-        how = {"preferences": ("paired", 60)}
-        how = {"preferences": ("ranked", 60), "too_long": "drop"} if kind == "Reward" else how
-        packed = prepare(given_rows(data, "rows"), tokenizer, 120, uncached(packing=False), **how).rows
+        pairing, too_long = ("ranked", "drop") if kind == "Reward" else ("paired", "truncate")
+        settings = uncached(packing=False, too_long=too_long)
+        packed = prepare(given_rows(data, "rows"), tokenizer, 120, settings, preferences=(pairing, 60)).rows
         order = np.concatenate([Batches(packed, BATCH, seed=args.seed).row_numbers(n).ravel() for n in range(STEPS)])
         assert len(packed) == 8 and packed.documents.examples[packed.order].tolist() == np.repeat(range(8), 2).tolist()
     expected = theirs(kind, options, [data[n] for n in order], tmp_path / "start", tmp_path, tokenizer)
