@@ -85,7 +85,7 @@ def make_cases(arguments: argparse.Namespace) -> list[StepCase]:
         OSError: a file cannot be read.
     """
     from fastjax.bench.documents import read_lengths
-    from fastjax.bench.step.mesh import read_mesh
+    from fastjax.bench.step.build import read_mesh
 
     method, weights = resolve_method(arguments.method, arguments.weights)
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if value is not None}

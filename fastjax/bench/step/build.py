@@ -1,4 +1,6 @@
-"""A case's model with random weights, drawn on the device layer by layer, and its rows."""
+"""A case's devices, its model with random weights, drawn on them layer by layer, and its rows."""
+
+import re
 
 import numpy as np
 from jax.sharding import Mesh
@@ -7,10 +9,14 @@ from convert.model.config import ModelConfig
 from fastjax.bench.documents import Documents, packed, segment_ids
 from fastjax.bench.step.case import StepCase
 from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.host import with_host_embedding, with_host_layers
 from fastjax.language_model.variants import with_fake_quantization
 from fastjax.lora.sites import projections
+from fastjax.parallel import MeshShape
+from fastjax.parallel.checks import check_mesh, check_rows
+from fastjax.runs.mesh import open_mesh
 from fastjax.training.config.qat import NAMED
 
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -95,3 +101,44 @@ def make_batch(case: StepCase, vocab_size: int) -> Batch:
         targets[0, row, ends[-1] :] = -100
     segments = None if case.lengths is None else segment_ids(documents, case.seq)[None]  # None: whole rows
     return Batch(tokens, targets, segments, positions)  # pyright: ignore[reportArgumentType]
+
+
+def read_mesh(text: str) -> MeshShape | None:
+    """A mesh from the command line; None: one device.
+
+    Args:
+        text: "one", or sizes of axes as "fsdp=2,tensor=2".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text == "one":
+        return None
+    axes = [re.fullmatch(r"(\w+)=([1-9]\d{0,3})", part) for part in text.split(",")]
+    sizes = {found[1]: int(found[2]) for found in axes if found and found[1] in MeshShape._fields}
+    if len(sizes) != len(axes):
+        known = ", ".join(MeshShape._fields)
+        raise ConfigError(f"bench step: --mesh: expected one, or sizes of {known} such as fsdp=2,tensor=2, got {text}")
+    shape = MeshShape(**sizes)
+    return None if shape.size == 1 else shape
+
+
+def open_case_mesh(case: StepCase) -> Mesh | None:
+    """The mesh of a case's devices; None: there is one.
+
+    Args:
+        case: the settings.
+
+    Raises:
+        ConfigError: there are fewer devices, or the case does not suit them.
+    """
+    shape = case.mesh
+    if shape is None:
+        return None
+    try:
+        mesh = open_mesh(shape)
+        check_mesh(case.config, shape)
+        check_rows(case.step_rows, case.seq, shape)
+    except ConfigError as error:
+        raise ConfigError(f"bench step: --mesh {shape}: {error}") from error
+    return mesh

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from fastjax.bench.step.build import build_model, documents_of, make_batch
+from fastjax.bench.step.build import build_model, documents_of, make_batch, open_case_mesh
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model import LanguageModel
