@@ -34,7 +34,7 @@ OTHER_NAMES = {
     "fastjax/commands/settings.py": "keys of the settings, section.key",
     "fastjax/commands/hints.py": "keys of the settings, section.key",
     "fastjax/config_import/job.py": "likewise",
-    "fastjax/runs/hub_names.py": "likewise",
+    "fastjax/runs/opening.py": "likewise",
     "fastjax/runs/settings_changes.py": "likewise",
 }
 

@@ -76,7 +76,7 @@ def _folder(text: str) -> Path:
 
 def _inspect(folder: str, as_json: bool) -> None:
     from convert.inspect import inspect
-    from fastjax.runs.loadable import with_refusals
+    from fastjax.runs.opening import with_refusals
 
     contents = with_refusals(inspect(_folder(folder)))
     if as_json:

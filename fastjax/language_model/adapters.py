@@ -2,24 +2,24 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from convert.adapter_config import SCORED
 from convert.adapters import AdapterConfig
-from convert.model.paths import SCORE, TABLES
+from convert.model.paths import SCORE, TABLES, WeightPath
 from convert.quantization_aware import QuantizationAware
 from convert.trained_over import base_notes
 from fastjax.data.tokenizer import vocabulary_size
 from fastjax.errors import ConfigError
-from fastjax.execution.adapters import build_adapters
 from fastjax.execution.language_model import LanguageModel
 from fastjax.execution.places import Places
-from fastjax.execution.stacks import layer_of, plan_layers, rearrange
+from fastjax.execution.stacks import arrange, layer_of, plan_layers, rearrange
 from fastjax.language_model.host import (
     has_host_embedding,
     has_host_layers,
@@ -28,15 +28,17 @@ from fastjax.language_model.host import (
 )
 from fastjax.language_model.rewards import with_score_head
 from fastjax.language_model.variants import with_fake_quantization
+from fastjax.lora.attach import Adapters, make_adapters
 from fastjax.lora.fit import OpenAdapter
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.decoder import Decoder
-from fastjax.models.layout import signature
+from fastjax.models.layout import LayerStack, array_at, signature
 from fastjax.models.new_rows import grown
 from fastjax.models.vocabulary import with_vocab_size
+from fastjax.quantization import dequantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +76,7 @@ def attach_adapter(
     else:
         runs = rearrange(runs, model.plan, plan)
     weights = {**model.frozen, "layers": runs}
-    adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
+    adapters = _build_adapters(model, adapter, plan, weights, arrays, key)
     decoder = Decoder(model.config, plan, weights, adapters, precision=model.precision, executor=model.execution)
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Any(LoraParam, SavedParam), ...)
     return model.replace(
@@ -84,6 +86,34 @@ def attach_adapter(
         plan=plan,
         lora=adapter,
     )
+
+
+def _build_adapters(
+    model: LanguageModel,
+    adapter: AdapterConfig,
+    plan: Sequence[LayerStack],
+    weights: Mapping[str, Any],
+    arrays: Mapping[str, Any] | None,
+    key: PRNGKeyArray,
+) -> Adapters:
+    """The adapter modules of a model whose frozen weights are arranged as the plan's stacks: by stack and position."""
+    config = model.config
+    alone = {spec.path.module for spec in config.specs if spec.group is None}
+
+    def frozen(module: WeightPath) -> Array:
+        if module.layer is None:
+            return weights[module.part]["weight"]
+        layer = layer_of(weights["layers"], plan, module.layer)
+        if module in alone:
+            return dequantize(array_at(layer, module.inside.with_leaf("weight")), jnp.float32)
+        group = config.group_of(module)
+        return dequantize(array_at(layer, group.path), jnp.float32)[group.place(module.part)[1]]
+
+    def dtype(module: WeightPath) -> jnp.dtype:
+        return model.precision.weight_dtype(module, trained=True)
+
+    adapters = make_adapters(adapter, config, arrays, key, frozen=frozen, dtype=dtype)
+    return adapters._replace(layers=arrange(adapters.layers, plan))
 
 
 def with_fresh_adapter(model: LanguageModel, settings: LoraSettings) -> LanguageModel:
@@ -172,7 +202,7 @@ def _with_vocabulary_of(
             table = arrays.get(f"{name}.base_layer.weight")
             if table is not None and name in weights and "weight" in weights[name]:
                 own = weights[name]["weight"]
-                weights[name] = {"weight": own.at[before:].set(jax.numpy.asarray(table[before:]).astype(own.dtype))}
+                weights[name] = {"weight": own.at[before:].set(jnp.asarray(table[before:]).astype(own.dtype))}
         model = model.replace(
             config=dataclasses.replace(model.config, vocab_size=rows),
             hf_config=with_vocab_size(model.hf_config, rows),

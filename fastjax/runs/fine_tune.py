@@ -17,13 +17,12 @@ from fastjax.models.paths import adapter_paths
 from fastjax.parallel.processes import is_primary
 from fastjax.runs.checkpointing import compile_step, memory_advice
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
-from fastjax.runs.hub_names import located, pinned
 from fastjax.runs.identity import Identity, base_identity, check_identity
 from fastjax.runs.mesh import check_model
 from fastjax.runs.messages import warn
 from fastjax.runs.model import load_model, tell_model
 from fastjax.runs.model_loading import ModelLoading
-from fastjax.runs.opening import adapter_notes, open_model
+from fastjax.runs.opening import adapter_notes, located, open_model, pinned
 from fastjax.runs.result import damage, finished, last_evaluation
 from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
 from fastjax.training.config import LoraSection, TrainConfig
