@@ -1,7 +1,9 @@
-"""Memory traffic of a compiled GPU program, from its text."""
+"""Memory traffic of a compiled GPU program, from its text; the equations of a traced one."""
 
 import re
 from typing import NamedTuple
+
+from jax.extend.core import jaxprs_in_params
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "u8": 1, "s8": 1, "s32": 4, "u32": 4, "pred": 1, "f8e4m3fn": 1}
 _FREE = ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
@@ -47,3 +49,11 @@ def _size(shape: str) -> int:
             count *= int(size)
         total += count * _BYTES.get(dtype, 0)
     return total
+
+
+def equations(jaxpr):
+    """Every equation of a traced program, at any depth."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for inside in jaxprs_in_params(equation.params):
+            yield from equations(inside)

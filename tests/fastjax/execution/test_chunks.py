@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
@@ -19,6 +18,7 @@ from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, distance, value_and_gradients
 from tests.fastjax.lora.test_mlp import FEATURES, make
 from tests.support import families, tiny
+from tests.support.hlo import equations
 
 #: Two whole chunks and a shorter one.
 SIZE = 12
@@ -84,12 +84,8 @@ def test_chunks_equal_the_whole_in_value_and_gradients(name):
 
 def carried(jaxpr):
     """Shapes of what an iteration of a program's scans hands on, of nested ones too."""
-    for equation in jaxpr.eqns:
-        for inside in jaxprs_in_params(equation.params):
-            inside = getattr(inside, "jaxpr", inside)
-            yield from carried(inside)
-            if equation.primitive.name == "scan":
-                yield from (one.aval.shape for one in inside.outvars)
+    scans = (equation for equation in equations(jaxpr) if equation.primitive.name == "scan")
+    return {one.aval.shape for scan in scans for one in scan.params["jaxpr"].jaxpr.outvars}
 
 
 def test_no_array_is_as_long_as_the_row_and_no_frozen_matrix_has_a_gradient():
@@ -104,7 +100,7 @@ def test_no_array_is_as_long_as_the_row_and_no_frozen_matrix_has_a_gradient():
     program = jax.make_jaxpr(jax.grad(loss))(model.trainable)
     assert f"16,{2 * features}]" in str(program)
     assert f"{length},{features}]" not in str(program) and f"{length},{2 * features}]" not in str(program)
-    shapes = set(carried(program.jaxpr))
+    shapes = carried(program)
     assert (4, width) in shapes  # of gate's or up's A
     assert not {(2 * features, width), (width, features)} & shapes
 

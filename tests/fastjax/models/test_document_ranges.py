@@ -14,18 +14,12 @@ from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from pallas_kernels.attention import segment_ranges
 from tests.support import tiny
+from tests.support.hlo import equations
 
 
-def primitives(jaxpr, counts=None):
+def primitives(jaxpr):
     """How often each primitive occurs, at any depth."""
-    counts = collections.Counter() if counts is None else counts
-    for equation in jaxpr.eqns:
-        counts[equation.primitive.name] += 1
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                primitives(inner, counts)
-    return counts
+    return collections.Counter(equation.primitive.name for equation in equations(jaxpr))
 
 
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])

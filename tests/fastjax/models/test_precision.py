@@ -15,6 +15,7 @@ from fastjax.models.decoder import lm_logits
 from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums
 from tests.support import tiny
+from tests.support.hlo import equations
 
 SHAPES = {"hidden_size": 64, "intermediate_size": 128}
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
@@ -50,20 +51,10 @@ def loss(model):
     return of
 
 
-def products(jaxpr):
-    """Every dot_general in a jaxpr and in those inside it."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from products(inner)
-
-
 def found(name, **options):
     model = make(name, **options)
-    every = list(products(jax.make_jaxpr(jax.value_and_grad(loss(model)))(model.trainable).jaxpr))
+    traced = jax.make_jaxpr(jax.value_and_grad(loss(model)))(model.trainable)
+    every = [equation for equation in equations(traced) if equation.primitive.name == "dot_general"]
     assert len(every) > 20, "forward, backward and recomputation of a layer alone have more"
     return every
 

@@ -189,19 +189,6 @@ def test_a_format_of_inputs_that_do_not_fit_is_named():
         with_fake_quantization(model, "int8", "nvfp4")
 
 
-def test_modules_are_left_out_by_name(tmp_path):
-    config = tiny.config(**WIDE)
-    model = tiny.model(tiny.shared_folder(**WIDE), config)
-    tokens = np.stack(tiny.documents(config, (40, 40)))
-    all_but = with_fake_quantization(model, "int4-32", None, ["self_attn", "down_proj"])
-    kept = {name for name, array in tiny.arrays(config).items() if "gate_proj" not in name and "up_proj" not in name}
-    whole = quantized_folder(tiny.shared_folder(**WIDE), tmp_path / "whole", config, np.float32)
-    checkpoint, quantized = open_checkpoint(tiny.shared_folder(**WIDE)), open_checkpoint(whole)
-    arrays = {n: (checkpoint if n in kept else quantized).read(n) for n in checkpoint.tensors}
-    mixed = tiny.model(tiny.write_folder(tmp_path / "mixed", config, arrays), config)
-    np.testing.assert_allclose(tiny.logits(all_but, tokens), tiny.logits(mixed, tokens), rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize(
     ("lora", "arguments", "message"),
     [

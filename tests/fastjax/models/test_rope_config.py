@@ -1,6 +1,5 @@
 """Rotary scaling: read from both spellings, overridden, saved, and the length that it allows."""
 
-import numpy as np
 import pytest
 
 from convert.checkpoint import open_checkpoint
@@ -8,7 +7,6 @@ from convert.errors import ConvertError
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.models.rope_override import with_rope_scaling
-from fastjax.models.rotary import rope_tables
 from tests.support import tiny
 
 YARN = {"rope_type": "yarn", "factor": 3.0, "beta_fast": 9.0, "beta_slow": 2.0, "truncate": False}
@@ -70,15 +68,6 @@ def test_an_override_replaces_the_scaling(base, scaling, written, reach, old):
     assert ("rope_scaling" in changed) == old and ("rope_parameters" in changed) == (not old)
     untouched = set(config) - {"rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"}
     assert all(changed[name] == config[name] for name in untouched)
-
-
-def test_linear_scaling_divides_positions():
-    linear = read_config(with_rope_scaling(PLAIN, {"rope_type": "linear", "factor": 4.0})).rope
-    positions = np.arange(0, 400, 4, dtype=np.int32)[None]
-    stretched = rope_tables(linear, 16, positions)
-    plain = rope_tables(read_config(PLAIN).rope, 16, positions // 4)
-    # angles up to 100 radians in float32
-    np.testing.assert_allclose(stretched, plain, rtol=0, atol=1e-5)
 
 
 def test_a_model_is_trained_and_saved_with_the_override(tmp_path):

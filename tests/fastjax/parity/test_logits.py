@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from convert.families.mapping import read_config
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")
@@ -77,21 +76,6 @@ def test_logits(variant, layer_loop, tmp_path):
     model = tiny.model(tmp_path, config, layer_loop=layer_loop)
     ours = tiny.logits(model, tokens, positions, segments)
     np.testing.assert_allclose(ours[segments > 0], expected[segments > 0], rtol=0, atol=TOLERANCE)
-
-
-def test_rows_of_one_document_need_no_segments(tmp_path):
-    tokens = np.stack(tiny.documents(tiny.CONFIG, (90, 90)))
-    expected = torch_llama.logits(torch_llama.build(tiny.CONFIG, tiny.arrays(tiny.CONFIG)), tokens)
-    model = tiny.model(tmp_path, tiny.CONFIG)
-    np.testing.assert_allclose(tiny.logits(model, tokens), expected, rtol=0, atol=TOLERANCE)
-
-
-def test_old_spelling_of_rope():
-    """config.json files from before transformers 5 have rope_theta and rope_scaling."""
-    scaling = {name: value for name, value in tiny.ROPE.items() if name != "rope_theta"}
-    old = {name: value for name, value in tiny.CONFIG.items() if name != "rope_parameters"}
-    old |= {"rope_theta": tiny.ROPE["rope_theta"], "rope_scaling": scaling}
-    assert read_config(old) == read_config(tiny.CONFIG)
 
 
 SMALL_CHANGES = {

@@ -43,23 +43,6 @@ def test_decoding_equals_the_file_formats_bit_for_bit(kind, code, rows, columns)
         start += n
 
 
-@pytest.mark.parametrize("own", ["bfloat16", "float16"])
-def test_values_are_rounded_to_the_folders_dtype_first(own):
-    packed = [tensor("blocks", n, 48, own=own) for n in (16, 8)]
-    joined = concatenate([FP8Weight.from_tensor(one) for one in packed])
-    assert isinstance(joined, FP8Weight) and joined.dtype == own
-    exact = np.concatenate([fp8.decode(one.codes, one.scale) for one in packed])
-    rounded = exact.astype(getattr(ml_dtypes, own, np.float16))
-    assert (rounded.astype(np.float32) != exact).any()
-    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-        found = jax.jit(lambda weight, dtype=dtype: dequantize(weight, dtype))(joined)
-        assert np.array_equal(np.asarray(found), rounded.astype(dtype))
-    found = jax.jit(matmul)(jnp.eye(48)[None], joined)[0]
-    assert np.array_equal(np.asarray(found), rounded.astype(np.float32).T)
-    other = FP8Weight.from_tensor(tensor("blocks", 8, 48))
-    assert isinstance(concatenate([joined, other]), MixedWeight)
-
-
 def test_whole_blocks_keep_their_scales():
     joined = concatenate([FP8Weight.from_tensor(tensor("blocks", n, 48)) for n in (16, 8)])
     assert joined.block == BLOCK and joined.scales.shape == (3, 3)

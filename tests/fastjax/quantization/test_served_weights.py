@@ -1,4 +1,6 @@
-"""int4, int8, NVFP4 and MXFP4 matrices: decoded as the file format decodes them, joined, cut, multiplied, loaded."""
+"""Packed matrices of every format: decoded as the file format decodes them, joined, cut, multiplied, loaded."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from fastjax.quantization import MixedWeight, concatenate, dequantize, matmul, r
 from fastjax.quantization.weights import from_tensor
 from tests.support import tiny
 
-SCHEMES = ("int4-32", "int4-32-zeros", "int8", "nvfp4", "mxfp4")
+SCHEMES = ("int4-32", "int4-32-zeros", "int8", "nvfp4", "mxfp4", "nf4", "fp8-row", "fp8-block")
 CONFIG = tiny.config(hidden_size=64, intermediate_size=96)
 
 
@@ -33,7 +35,8 @@ def read(folder, scheme, own):
         stored = Stored(checkpoint, f"model.layers.0.self_attn.{part}.weight", (rows, 64))
         form = format_of(stored)
         assert form is not None and form.label.lower() == scheme.partition("-")[0]
-        tensor = form.read(stored)._replace(dtype=own)
+        tensor = form.read(stored)
+        tensor = tensor._replace(dtype=own) if isinstance(tensor, tuple) else dataclasses.replace(tensor, dtype=own)
         found.append((tensor, form.decode(tensor)))
     return found
 
@@ -41,10 +44,12 @@ def read(folder, scheme, own):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme):
     quantize(plain, tmp_path / "packed", scheme=scheme)
-    for own in ("bfloat16", "float32"):
+    by_dtype = []
+    for own in ("float32", "float16", "bfloat16"):
         parts = read(tmp_path / "packed", scheme, own)
         joined = concatenate([from_tensor(tensor) for tensor, _ in parts])
         assert not isinstance(joined, MixedWeight) and joined.shape == (128, 64) and joined.dtype == own
+        by_dtype.append(joined)
         right = np.concatenate([values for _, values in parts])
         assert right.dtype == np.dtype(own) and np.abs(right.astype(np.float32)).max() > 0.1
         for dtype in (np.float32, ml_dtypes.bfloat16):
@@ -52,7 +57,9 @@ def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme)
             assert np.array_equal(np.asarray(found), right.astype(dtype))
         cut = np.asarray(dequantize(rows_of(joined, slice(60, 100)), jnp.float32))
         assert np.array_equal(cut, right[60:100].astype(np.float32))
-    # float32 values now: only the order of sums differs
+    assert isinstance(concatenate(by_dtype), MixedWeight)
+    right = right.astype(np.float32)
+    # float32 products of rounded values: only the order of sums differs
     x, dy = (jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, n)), jnp.float32) for n in (64, 128))
     out, pull = jax.vjp(lambda x: matmul(x, joined), x)
     np.testing.assert_allclose(out, x @ right.T, rtol=0, atol=1e-5)

@@ -65,21 +65,6 @@ def test_quantising_on_the_device_gives_the_codes_of_the_file_format(nested, sha
         assert np.array_equal(mine, other)
 
 
-@pytest.mark.parametrize("own", [ml_dtypes.bfloat16, np.float16])
-def test_values_are_those_that_the_file_format_decodes_to(own):
-    """In the dtype that it names, whatever the product's: cast after."""
-    rng = np.random.default_rng(0)
-    tensor = nf4.encode(rng.standard_normal((24, 128)).astype(own), nested=True)
-    weight, values = NF4Weight.from_tensor(tensor), nf4.decode(tensor)
-    assert weight.dtype == NF4Weight.quantize(jnp.asarray(rng.standard_normal((4, 64)), own)).dtype == values.dtype.name
-    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-        assert np.array_equal(np.asarray(dequantize(weight, dtype)), values.astype(dtype))
-    picked = jax.jit(matmul)(jnp.eye(128)[None], weight)[0]
-    assert np.array_equal(np.asarray(picked), values.astype(np.float32).T)
-    other = NF4Weight.from_tensor(nf4.encode(rng.standard_normal((8, 128)).astype(np.float32), nested=True))
-    assert isinstance(concatenate([weight, other]), MixedWeight)
-
-
 def test_formats_mix():
     """A "dynamic" folder keeps some projections in 16 bits: one product, several formats, no copy in 16 bits."""
     first, second = tensors((24, 40), 64, True)[0], tensors((24, 40), 64, False)[1]
