@@ -1,23 +1,23 @@
-"""Choice of the implementation of an operation: by target and case, never silently.
+"""Choice of the implementation of an operation: by target and call, never silently.
 
 The target is the abstract device when one is set (compilation for a GPU on a machine that has none), else the device of
 `jax.default_device`, else the first of the default backend. An operation with several implementations has one
-`Registry`: each implementation with the reason why it cannot serve a case, or None when it can, and their order of
-preference. The first that can serve is taken. A forced implementation that cannot serve is an error that carries its
-reason: nothing downgrades behind the caller's back. An operation with one implementation calls it.
+`Registry`: what each implementation needs, and their order of preference. The first that can serve a call is taken. A
+forced implementation that cannot serve is an error that carries its reason: nothing downgrades behind the caller's
+back. An operation with one implementation calls it.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import compat
 from pallas_kernels.cards import compute_capability_of
-
-Case = TypeVar("Case")
 
 
 class Target(NamedTuple):
@@ -91,6 +91,19 @@ def compute_capability() -> tuple[int, int]:
     return capability
 
 
+#: Dtypes that kernels take.
+HALF = (jnp.bfloat16, jnp.float16)
+FLOATS = (*HALF, jnp.float32)
+
+
+def lacks_dtype(dtype: DTypeLike, dtypes: Sequence[DTypeLike]) -> str | None:
+    """Why operands of a dtype are not served, as a clause of `Implementation.why_not`; or None."""
+    if jnp.dtype(dtype) in map(jnp.dtype, dtypes):
+        return None
+    *names, last = (jnp.dtype(each).name for each in dtypes)
+    return f"it takes {', '.join(names)} or {last}, not {jnp.dtype(dtype)}"
+
+
 def _no_backward(*arguments: Any) -> Any:
     raise NotImplementedError("this operation has no backward pass of its own")
 
@@ -99,70 +112,81 @@ class Implementation(NamedTuple):
     """One way to compute an operation.
 
     Attributes:
-        why_not: case -> one clause saying why it cannot serve the case, or None when it can.
         forward: the operation, or its forward pass; its arguments are the operation's own.
         backward: the backward pass, where the operation has one.
+        capability: the least compute capability of an NVIDIA GPU; None: every device.
+        exactly: whether newer GPUs do not serve either.
+        dtypes: that the fact `dtype` may be; empty: any.
+        why_not: (target, facts of the call) -> one clause that says what else it does not serve, or None.
     """
 
-    why_not: Callable[[Any], str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] = _no_backward
+    capability: tuple[int, int] | None = None
+    exactly: bool = False
+    dtypes: tuple[DTypeLike, ...] = ()
+    why_not: Callable[..., str | None] | None = None
+
+    def reason(self, device: Target, **facts: Any) -> str | None:
+        """One clause that says why it cannot serve a call on a device, or None when it can."""
+        return (
+            (self.capability and device.lacks(self.capability, exactly=self.exactly))
+            or (self.dtypes and lacks_dtype(facts["dtype"], self.dtypes))
+            or (self.why_not and self.why_not(device, **facts))
+            or None
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class Registry(Generic[Case]):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Registry:
     """The implementations of an operation.
 
     Attributes:
         op: the operation's name, for messages.
-        implementations: by the name that callers force them by.
-        preference: case -> names in order of preference; a name that is missing there runs for no such case.
+        implementations: by the name that callers force them by, in order of preference.
+        preference: (target, facts of a call) -> names in order of preference, where that depends on them.
     """
 
     op: str
     implementations: dict[str, Implementation]
-    preference: Callable[[Case], Sequence[str]]
+    preference: Callable[..., Sequence[str]] | None = None
 
     def __getitem__(self, name: str) -> Implementation:
         """The implementation of that name."""
         return self.implementations[name]
 
-    def reasons(self, case: Case) -> dict[str, str | None]:
-        """Why each implementation cannot serve a case, or None when it can; in order of preference."""
-        return {name: self.implementations[name].why_not(case) for name in self.preference(case)}
+    def reasons(self, **facts: Any) -> dict[str, str | None]:
+        """Why each implementation cannot serve a call on the target, or None when it can; in order of preference."""
+        device = target()
+        names = self.implementations if self.preference is None else self.preference(device, **facts)
+        return {name: self.implementations[name].reason(device, **facts) for name in names}
 
-    def choose(self, case: Case, implementation: str | None, *, direction: str = "") -> str:
-        """`select` the implementation that serves a case.
+    def choose(self, implementation: str | None, *, direction: str = "", **facts: Any) -> str:
+        """`select` the implementation that serves a call.
 
         Args:
-            case: the call and its target.
             implementation: the forced one, or None.
             direction: of the pass, for messages, where the passes are forced apart.
+            facts: of the call, which implementations judge it by.
         """
         compat.silence_triton_deprecation()  # whatever is chosen: kernels of other backends call Triton's too
         op = f"{self.op} ({direction})" if direction else self.op
-        return select(op, implementation, list(self.reasons(case).items()))
+        return select(op, implementation, list(self.reasons(**facts).items()))
+
+    def chosen(self, implementation: str | None, **facts: Any) -> Implementation:
+        """The implementation that `choose` names."""
+        return self[self.choose(implementation, **facts)]
 
 
-def triton_or_xla(
-    op: str,
-    why_not: Callable[[Case], str | None],
-    of_triton: tuple[Callable[..., Any], ...],
-    of_xla: tuple[Callable[..., Any], ...],
-) -> Registry[Case]:
+def triton_or_xla(op: str, triton: Implementation, xla: Implementation) -> Registry:
     """The registry of an operation that Triton's kernels compute where they can, and XLA elsewhere.
 
     Args:
         op: its name, for messages.
-        why_not: why Triton's kernels cannot serve a case, as of `Implementation`.
-        of_triton: the operation in Triton, or its forward and its backward pass.
-        of_xla: the same for XLA.
+        triton: in Triton; from compute capability 8.0 on unless it says another.
+        xla: for every device.
     """
-    implementations = {
-        "triton": Implementation(why_not, *of_triton),
-        "xla": Implementation(lambda case: None, *of_xla),
-    }
-    return Registry(op, implementations, lambda case: ("triton", "xla"))
+    return Registry(op, {"triton": triton._replace(capability=triton.capability or (8, 0)), "xla": xla})
 
 
 def select(op: str, implementation: str | None, candidates: Sequence[tuple[str, str | None]]) -> str:

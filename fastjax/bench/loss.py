@@ -17,10 +17,8 @@ from fastjax.bench.options import DTYPES, option
 from fastjax.bench.tables import Bench
 from fastjax.bench.timing import Case
 from fastjax.errors import ConfigError
-from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import chunked_cross_entropy
-from pallas_kernels.cross_entropy.implementations import REGISTRY
-from pallas_kernels.cross_entropy.implementations import Case as Call
+from pallas_kernels.cross_entropy.chunks import REGISTRY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,7 @@ def tables(settings: LossSettings) -> Iterator[tuple[str, list[Case]]]:
     hidden = jax.random.normal(keys[0], (batch, length, width), settings.dtype)
     weight = jax.random.normal(keys[1], (vocab, width), settings.dtype) * jnp.asarray(width**-0.5, settings.dtype)
     targets = jax.random.randint(keys[2], (batch, length), 0, vocab, jnp.int32)
-    reasons = REGISTRY.reasons(Call(dispatch.target(), (batch, 1, vocab), settings.dtype))
+    reasons = REGISTRY.reasons(shape=(batch, 1, vocab), dtype=settings.dtype)
     names = [name for name, reason in reasons.items() if reason is None]
     cases = []
     for chunk in settings.chunks:

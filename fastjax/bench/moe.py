@@ -22,7 +22,7 @@ from fastjax.lora.experts import Block, Operands, routed_experts
 from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import MXFP4Weight, NF4Weight
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
-from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
+from pallas_kernels.grouped_matmul.api import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.shapes import BENCHMARK, BLOCK, FEW, Shape
 from pallas_kernels.moe_routing import Order, RouterSettings, route, sort_by_expert
 

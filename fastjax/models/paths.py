@@ -77,8 +77,8 @@ def _heads(block: str, attention: Attention, dtype: jnp.dtype, tokens: int) -> M
     if reason is not None:
         return ModulePath(f"{line}; apart from the turn of the heads: {reason}", True)
     rank = padded_rank(max(_rank(adapter) for adapter in attention.qkv.adapters.values()))
-    case = turn.Case(dispatch.target(), tokens, attention.shape[:2], attention.shape[2], dtype, rank)
-    return _chosen(f"{line}; its sums, turned heads, by", turn.REGISTRY, case)
+    facts = {"rows": tokens, "heads": attention.shape[:2], "size": attention.shape[2], "dtype": dtype, "rank": rank}
+    return _chosen(f"{line}; its sums, turned heads, by", turn.REGISTRY, facts)
 
 
 def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
@@ -140,15 +140,20 @@ def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> ModulePath:
     dropped = any(adapter.dropout for adapter in mlp.down.adapters.values())
     inner, down = (padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
     shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
-    case = lora.Case(dispatch.target(), shape, mlp.down.dtypes(dtype)[0], (inner, down), mlp.activation)
-    return _chosen(f"{line}; the gated product by", lora.REGISTRY, case)
+    facts = {
+        "shape": shape,
+        "dtype": mlp.down.dtypes(dtype)[0],
+        "ranks": (inner, down),
+        "activation": mlp.activation,
+    }
+    return _chosen(f"{line}; the gated product by", lora.REGISTRY, facts)
 
 
-def _chosen(line: str, registry: dispatch.Registry, case: Any) -> ModulePath:
-    """A line with the implementation that serves a case, and why another one does not."""
-    reasons = [f"{name}: {reason}" for name, reason in registry.reasons(case).items() if reason]
+def _chosen(line: str, registry: dispatch.Registry, facts: Mapping[str, Any]) -> ModulePath:
+    """A line with the implementation that serves a call, and why another one does not."""
+    reasons = [f"{name}: {reason}" for name, reason in registry.reasons(**facts).items() if reason]
     why = f" ({'; '.join(reasons)})" if reasons else ""
-    return ModulePath(f"{line} {registry.choose(case, None)}{why}", bool(reasons))
+    return ModulePath(f"{line} {registry.choose(None, **facts)}{why}", bool(reasons))
 
 
 def _adapters(adapters: Mapping[str, LoraLinear]) -> str:

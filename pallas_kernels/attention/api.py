@@ -13,6 +13,7 @@ independently:
 `config.preference` has the order.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,14 +25,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from pallas_kernels import dispatch
-from pallas_kernels.attention import checks, config, ranges
-from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY, choose_pair
-from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention import checks, config, cudnn, mosaic_sm90, ranges, triton, xla
+from pallas_kernels.attention.call import Call, Cotangents, Mask, Operands, Options
 from pallas_kernels.attention.ranges import SegmentRanges
+from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
 from pallas_kernels.transformations import custom_vjp, number
 
 
@@ -116,7 +113,6 @@ def attention(
     forward, backward = choose_pair(
         config.forced() if implementation is None else implementation,
         Call(
-            dispatch.target(),
             *(q, k, v),
             options,
             documents=segment_ids is not None or segment_ranges is not None,
@@ -136,6 +132,69 @@ def attention(
     results: tuple[JaxArray, JaxArray] = _attend(q, k, v, mask, sinks, seed, options, forward, backward)
     out, lse = results
     return (out, jnp.where(lse == jnp.inf, -jnp.inf, lse)) if return_lse else out
+
+
+NEEDS_RANGES: frozenset[str] = frozenset({"mosaic", "triton"})
+"""Implementations that read documents as ranges alone."""
+
+
+def on_ranges(module: Any, **needs: Any) -> Implementation:
+    """The implementation of a module that reads documents as ranges: their ids must be such that ranges can be made."""
+
+    def why_not(device: Target, call: Call, **facts) -> str | None:
+        return call.disorder or module.why_not(device, call)
+
+    return Implementation(module.forward, module.backward, why_not=why_not, **needs)
+
+
+#: A new implementation is a line here and its place in `config.preference`. Each is a module with
+#:
+#:     why_not(device, call) -> one clause, or None where it serves
+#:     forward(operands, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
+#:     backward(operands, cotangents, options) -> (dq, dk, dv)
+#:
+#: - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees
+#:   neither key nor sink; so exp(logit − lse) is its weight, and zero there.
+#: - ``seed`` is uint32[2] where options.dropout_rate > 0, else None; `dropout.random_bits` says what is kept.
+REGISTRY = Registry(
+    "attention",
+    {
+        "mosaic": on_ranges(mosaic_sm90, capability=(9, 0), exactly=True, dtypes=HALF),
+        "cudnn": Implementation(
+            cudnn.forward,
+            cudnn.backward,
+            capability=(8, 0),
+            dtypes=HALF,
+            why_not=lambda device, call, **facts: cudnn.why_not(device, call),
+        ),
+        "triton": on_ranges(triton, capability=(8, 0), dtypes=HALF),
+        "xla": Implementation(xla.forward, xla.backward),
+    },
+    lambda device, **facts: config.preference(device),
+)
+
+
+def choose_pair(
+    implementation: str | Sequence[str | None] | None, call: Call, *, lse_gradient: bool = False
+) -> tuple[str, str]:
+    """The names of the implementations of the forward and of the backward pass.
+
+    Args:
+        implementation: as `attention` takes it.
+        call: to be served.
+        lse_gradient: whether the log-sum-exp has a gradient.
+    """
+    single = implementation is None or isinstance(implementation, str)
+    pair = (implementation, implementation) if single else implementation
+    if len(pair) != 2:
+        raise ValueError(
+            "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
+            f"got {implementation!r}"
+        )
+    differ, dtype = pair[0] != pair[1], call.q.dtype
+    forward = REGISTRY.choose(pair[0], direction="forward" if differ else "", call=call, dtype=dtype)
+    call = call._replace(lse_gradient=lse_gradient)
+    return forward, REGISTRY.choose(pair[1], direction="backward" if differ else "", call=call, dtype=dtype)
 
 
 @custom_vjp(nondiff_argnums=(6, 7, 8))

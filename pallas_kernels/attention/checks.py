@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.ranges import TILE, SegmentRanges
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))

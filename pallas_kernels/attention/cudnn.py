@@ -15,27 +15,21 @@ import jax.numpy as jnp
 from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.mask import Mask, queries_of, visible
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Call, Cotangents, Mask, Operands, Options
+from pallas_kernels.attention.mask import queries_of, visible
+from pallas_kernels.dispatch import Target
 
 # Finite, because cuDNN subtracts two of them where a row is masked throughout; JAX's constants for the same purpose.
 _MASKED = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
 
 
-def why_not(call: Call) -> str | None:
+def why_not(target: Target, call: Call) -> str | None:
     """Why cuDNN cannot serve a call, in one clause, or None when it can."""
     if call.lse_gradient:
         return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
-    target, q, k, v, options = call.target, call.q, call.k, call.v, call.options
-    capability = target.compute_capability
+    q, k, v, options = call.q, call.k, call.v, call.options
     length, size, keys = q.shape[1], q.shape[3], k.shape[1]
-    if target.platform != "cuda" or capability is None or capability < (8, 0):
-        return f"cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or more, not {target}"
-    if q.dtype not in _MASKED:
-        return f"cuDNN's attention takes bfloat16 or float16, not {q.dtype}"
-    largest = 256 if capability >= (9, 0) else 128
+    largest = 256 if target.lacks((9, 0)) is None else 128
     if size % 8 or size > largest:
         return f"the head size must be a multiple of 8 and at most {largest} on {target}, not {size}"
     if v.shape[3] != size:

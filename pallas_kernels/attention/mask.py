@@ -5,25 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.ranges import SegmentRanges
-
-
-class Mask(NamedTuple):
-    """The mask's arrays, beside the static options.
-
-    Attributes:
-        ranges: where the documents lie; None where every row is one document, or where only their ids are known.
-        segment_ids: the document of each query, from 1; 0 is padding, which sees nothing and is not seen. None where
-            every row is one document, or where only the ranges are known.
-        kv_segment_ids: the document of each key; None exactly where segment_ids is.
-        query_offset: the position of each row's first query among the keys, or one for all rows.
-    """
-
-    ranges: SegmentRanges | None
-    segment_ids: Int[Array, "B S"] | None
-    kv_segment_ids: Int[Array, "B T"] | None
-    query_offset: Int32[Array, "#B"]
+from pallas_kernels.attention.call import Mask, Options
 
 
 class Queries(NamedTuple):

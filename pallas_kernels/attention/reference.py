@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pallas_kernels.attention import dropout
-from pallas_kernels.attention.mask import Mask, queries_of, visible
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Mask, Options
+from pallas_kernels.attention.mask import queries_of, visible
 from pallas_kernels.attention.ranges import SegmentRanges
 
 

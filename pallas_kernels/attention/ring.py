@@ -20,13 +20,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.attention import config
-from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import REGISTRY, choose_pair
-from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.api import REGISTRY, choose_pair
+from pallas_kernels.attention.call import Call, Cotangents, Mask, Operands, Options
 from pallas_kernels.attention.ranges import SegmentRanges, ordered
 from pallas_kernels.transformations import custom_vjp
 
@@ -305,7 +301,7 @@ def _chosen(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, si
     """The names of the implementations of one call."""
     k, v = keys
     about: Any = {"documents": mask.ranges is not None, "sinks": sinks is not None}
-    return choose_pair(ring.implementation, Call(dispatch.target(), rows.q, k, v, ring.options, **about))
+    return choose_pair(ring.implementation, Call(rows.q, k, v, ring.options, **about))
 
 
 def _call(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):

@@ -19,11 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.attention import dropout
-from pallas_kernels.attention.call import Call
+from pallas_kernels.attention.call import Cotangents, Mask, Operands, Options
 from pallas_kernels.attention.config import query_block
-from pallas_kernels.attention.mask import Mask, Queries, queries_of, visible
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.mask import Queries, queries_of, visible
 
 
 class _Block(NamedTuple):
@@ -39,10 +37,6 @@ class _Gradients(NamedTuple):
     dout: Array  # [B, S, K, G, Dv]
     delta: Array  # [B, S, K, G]
     lse: Array  # [B, S, K, G]
-
-
-def why_not(call: Call) -> None:
-    """None: every call on every target is served."""
 
 
 def forward(operands: Operands, options: Options, block: int | None = None) -> tuple[Array, Array]:

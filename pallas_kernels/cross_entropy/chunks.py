@@ -3,6 +3,7 @@
 The chunks are cut along the sequence, so the batch axis keeps its sharding.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from pallas_kernels import dispatch
-from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
+from pallas_kernels.cross_entropy import triton, xla
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
 from pallas_kernels.cross_entropy.rows import Options
+from pallas_kernels.dispatch import FLOATS, Implementation, Target, triton_or_xla
 from pallas_kernels.transformations import number
 
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
@@ -124,9 +125,23 @@ def zeros_in_chunks(call: Call, hidden: Float[Array, "B S E"]) -> Float[Array, "
 
 def rows_of(call: Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:
     """`Rows` of a chunk's logits, and where it is differentiated their gradient behind them."""
-    chosen = REGISTRY.choose(Case(dispatch.target(), logits.shape, logits.dtype), call.implementation)
-    operation = REGISTRY[chosen].backward if differentiated else REGISTRY[chosen].forward
-    return operation(logits, targets, options=call.options)
+    chosen = REGISTRY.chosen(call.implementation, shape=logits.shape, dtype=logits.dtype)
+    return (chosen.backward if differentiated else chosen.forward)(logits, targets, call.options)
+
+
+def _why_not_triton(_: Target, shape: tuple[int, ...], **facts) -> str | None:
+    if math.prod(shape) < 2**31:
+        return None
+    return f"its offsets are of 32 bits, and {' × '.join(map(str, shape))} logits have more"
+
+
+#: forward(logits, targets, options) -> rows
+#: backward(logits, targets, options) -> (rows, gradient of the loss in the logits)
+REGISTRY = triton_or_xla(
+    "cross_entropy",
+    Implementation(triton.forward, triton.backward, dtypes=FLOATS, why_not=_why_not_triton),
+    Implementation(xla.forward, xla.backward),
+)
 
 
 def _pad(array: Array, chunk_size: int, value: int = 0) -> Array:

@@ -1,7 +1,5 @@
 """How many positions go through the head at once, and the block sizes of the Triton kernel."""
 
-import dataclasses
-
 from pallas_kernels.transformations import known
 
 _TOKENS = 2048
@@ -29,21 +27,6 @@ def chunk_size_for(batch: int, length: int, vocab: int) -> int:
     return -(-length // chunks)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Block sizes of a program, which owns a row of logits.
-
-    Attributes:
-        columns: words of a block; a power of two.
-        num_warps: warps of a program.
-        num_stages: of Triton's pipeline; the kernel loads a block ahead by itself.
-    """
-
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-#: Sixteen words a thread, and as many of the next block on their way. Of the sizes measured on an H200 the best but for
-#: two percent, whatever the rows (docs/lab/loss.md).
-TILES = Tiles(columns=4096, num_warps=8, num_stages=1)
+#: Words of a block, and warps of a program, which owns a row: sixteen words a thread, and as many of the next block on
+#: their way. Of the sizes measured on an H200 the best but for two percent, whatever the rows (docs/lab/loss.md).
+COLUMNS, NUM_WARPS = 4096, 8

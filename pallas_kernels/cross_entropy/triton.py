@@ -1,4 +1,4 @@
-"""Rows of logits in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `implementations`.
+"""Rows of logits in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `chunks`.
 
 A program owns a row. It goes over it once for its numbers, with a running maximum (online softmax, arXiv 1805.02867),
 and, for the gradient, once more right behind, when the row is still in the L2 cache: it writes the gradient in the
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from pallas_kernels.cross_entropy.config import Tiles
+from pallas_kernels.cross_entropy.config import COLUMNS, NUM_WARPS
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
 from pallas_kernels.cross_entropy.rows import Options, Rows
 
@@ -26,27 +26,35 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def forward(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options, tiles: Tiles, interpret: bool = False
+    logits: Float[Array, "B C V"],
+    targets: Int[Array, "B C"],
+    options: Options,
+    columns: int = COLUMNS,
+    interpret: bool = False,
 ) -> Rows:
-    """The numbers of the rows."""
-    return _call(logits, targets, options, tiles, False, interpret)[0]
+    """The numbers of the rows; `columns` are those of a block, a power of two."""
+    return _call(logits, targets, options, columns, False, interpret)[0]
 
 
 def backward(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options, tiles: Tiles, interpret: bool = False
+    logits: Float[Array, "B C V"],
+    targets: Int[Array, "B C"],
+    options: Options,
+    columns: int = COLUMNS,
+    interpret: bool = False,
 ) -> tuple[Rows, Float[Array, "B C V"]]:
     """The numbers of the rows, and the gradient of the loss in the logits."""
-    return _call(logits, targets, options, tiles, True, interpret)
+    return _call(logits, targets, options, columns, True, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _call(
-    logits: Array, targets: Array, options: Options, tiles: Tiles, differentiated: bool, interpret: bool
+    logits: Array, targets: Array, options: Options, columns: int, differentiated: bool, interpret: bool
 ) -> tuple[Rows, Any]:
     count, vocab = targets.size, logits.shape[-1]
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     gradient, logsumexp, target, mean, correct = pl.pallas_call(
-        functools.partial(_kernel, options=options, columns=tiles.columns),
+        functools.partial(_kernel, options=options, columns=columns),
         out_shape=(
             jax.ShapeDtypeStruct((count, vocab), logits.dtype) if differentiated else None,
             numbers,
@@ -56,7 +64,7 @@ def _call(
         ),
         grid=(count,),
         input_output_aliases={0: 0} if differentiated else {},
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="cross_entropy_rows",
     )(logits.reshape(count, vocab), targets.reshape(count))

@@ -1,4 +1,4 @@
-"""Rows of logits in jax.numpy; arguments as in `implementations`.
+"""Rows of logits in jax.numpy; arguments as in `chunks`.
 
 A row is read three times (its maximum; its exponentials' sum, target and first maximum; its gradient): comparisons with
 an index that is counted along, no gather and no scatter, so XLA fuses each pass. With a scale or a soft cap XLA writes

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.float8.implementations import QUANTIZE, Case
+from pallas_kernels.dispatch import FLOATS, Implementation, Target, triton_or_xla
+from pallas_kernels.float8 import triton
 from pallas_kernels.float8.scaled import Rounded, Scaled, scaled_values
 from pallas_kernels.float8.scales import scale_of
 
@@ -40,8 +40,26 @@ def quantize_rows(x: Float[Array, "*rows in"], *, implementation: str | None = N
             f"float8.quantize_rows: x must be [..., in] in bfloat16, float16 or float32, got {x.dtype}{x.shape}"
         )
     rows = x.reshape(-1, x.shape[-1])
-    chosen = QUANTIZE.choose(Case(dispatch.target(), rows.shape[1], x.dtype), implementation)
-    return Rounded(*QUANTIZE[chosen].forward(rows)).over(*x.shape[:-1])
+    chosen = QUANTIZE.chosen(implementation, columns=rows.shape[1], dtype=x.dtype)
+    return Rounded(*chosen.forward(rows)).over(*x.shape[:-1])
+
+
+def _why_not_triton(_: Target, columns: int, **facts) -> str | None:
+    return triton.too_wide(columns, triton.MOST_COLUMNS)
+
+
+def _by_xla(x: Float[Array, "N in"]) -> tuple[Float[Array, "N in"], Float[Array, " N"]]:
+    """On a GPU a reduction and an element-wise loop, which reads x again."""
+    scale, inverse = scale_of(jnp.max(jnp.abs(x), axis=1).astype(jnp.float32))
+    return (x.astype(jnp.float32) * inverse[:, None]).astype(jnp.float8_e4m3fn), scale
+
+
+#: forward(x) -> (codes [N, in], scales [N])
+QUANTIZE = triton_or_xla(
+    "float8.quantize_rows",
+    Implementation(triton.quantize_rows, capability=(8, 9), dtypes=FLOATS, why_not=_why_not_triton),
+    Implementation(_by_xla),
+)
 
 
 def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"], Float[Array, " in"]]:

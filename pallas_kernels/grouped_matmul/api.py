@@ -15,13 +15,14 @@ Implementations, in order of preference:
 
 import functools
 
+import jax.custom_batching
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL, Case
+from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
+from pallas_kernels.grouped_matmul import mosaic, triton, xla
 from pallas_kernels.transformations import custom_vjp, with_automatic_axes
 
 
@@ -69,9 +70,8 @@ def grouped_matmul_dx(
     Arguments and errors as of `grouped_matmul`.
     """
     _check("grouped_matmul_dx", dy, w, group_sizes, rows, low_rank, summed=1)
-    case = Case(dispatch.target(), (dy if rows is None else rows).shape[0], w.shape, (dy.dtype, dy.dtype))
-    forward = DX[DX.choose(case, implementation)].forward
     like = dy if rows is None else rows
+    forward = DX.chosen(implementation, rows=like.shape[0], shape=w.shape, dtype=dy.dtype).forward
     return with_automatic_axes(forward, dy, w, group_sizes, rows, low_rank, rows_like=like)
 
 
@@ -105,16 +105,15 @@ def grouped_matmul_dw(
     _check_groups(op, group_sizes, rows)
     dtype = jnp.dtype(dy.dtype if dtype is None else dtype)
     shape = (group_sizes.shape[0], dy.shape[1], x.shape[1])
-    case = Case(dispatch.target(), count, shape, (dy.dtype, dtype))
-    forward = functools.partial(DW[DW.choose(case, implementation)].forward, dtype=dtype)
+    chosen = DW.chosen(implementation, rows=count, shape=shape, dtype=dy.dtype, result=dtype)
+    forward = functools.partial(chosen.forward, dtype=dtype)
     return with_automatic_axes(forward, dy, x, group_sizes, rows, rows_like=None)
 
 
 @custom_vjp(nondiff_argnums=(5,))
 def _matmul(x, w, group_sizes, rows, low_rank, implementation: str | None) -> Array:
-    case = Case(dispatch.target(), (x if rows is None else rows).shape[0], w.shape, (x.dtype, x.dtype))
-    forward = MATMUL[MATMUL.choose(case, implementation)].forward
     like = x if rows is None else rows
+    forward = MATMUL.chosen(implementation, rows=like.shape[0], shape=w.shape, dtype=x.dtype).forward
     return with_automatic_axes(forward, x, w, group_sizes, rows, low_rank, rows_like=like)
 
 
@@ -167,3 +166,37 @@ def _check_groups(op: str, group_sizes: Array, rows: Array | None) -> None:
     for name, array in (("group_sizes", group_sizes), ("rows", rows)):
         if array is not None and (array.ndim != 1 or array.dtype != jnp.int32):
             raise ValueError(f"{op}: expected {name} of one axis in int32, given {array.shape} in {array.dtype}")
+
+
+def why_not_any_kernel(
+    _: Target, rows: int, shape: tuple[int, ...], dtype: DTypeLike, result: DTypeLike | None = None
+) -> str | None:
+    """Why no kernel serves a product over groups, as a clause; None: one may."""
+    if result is not None and jnp.dtype(result) not in (jnp.dtype(dtype), jnp.float32):
+        return f"it writes {jnp.dtype(dtype)} or float32, not {jnp.dtype(result)}"
+    if not rows or 0 in shape:
+        return f"it takes no empty arrays, these are {rows} rows and matrices {shape}"
+    return None
+
+
+def _one_by_one(product):
+    """Mapped by `jax.vmap`, products over groups are made one after the other: none of them has a batch of its own."""
+
+    def call(*operands, **options):
+        return jax.custom_batching.sequential_vmap(functools.partial(product, **options))(*operands)
+
+    return call
+
+
+def _registry(op: str, of_mosaic, of_triton, of_xla) -> Registry:
+    kernel = Implementation(_one_by_one(of_triton), capability=(8, 0), dtypes=HALF, why_not=why_not_any_kernel)
+    hopper = kernel._replace(forward=_one_by_one(of_mosaic), capability=(9, 0), exactly=True)
+    return Registry(op, {"mosaic": hopper, "triton": kernel, "xla": Implementation(_one_by_one(of_xla))})
+
+
+#: forward(x, w, group_sizes, rows, low_rank) -> y
+MATMUL = _registry("grouped_matmul", mosaic.matmul, triton.matmul, xla.matmul)
+#: forward(dy, w, group_sizes, rows, low_rank) -> dx
+DX = _registry("grouped_matmul_dx", mosaic.dx, triton.dx, xla.dx)
+#: forward(dy, x, group_sizes, rows, dtype) -> dw
+DW = _registry("grouped_matmul_dw", mosaic.dw, triton.dw, xla.dw)

@@ -11,36 +11,19 @@ Both multiply the same decoded values, those of `nf4.dequantize`; the order of t
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, UInt8
 
-from pallas_kernels import dispatch, nf4
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels import nf4
+from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
 from pallas_kernels.grouped_matmul import triton_nf4
-from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_dx
+from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_dx, why_not_any_kernel
 from pallas_kernels.grouped_matmul.config import NF4_MOST_ROWS, nf4_config
 from pallas_kernels.nf4.codebook import BLOCK
 from pallas_kernels.transformations import known, with_automatic_axes
-
-
-class Case(NamedTuple):
-    """A product and its device.
-
-    Attributes:
-        target: the device.
-        rows: of all groups.
-        shape: of the matrices, (groups, out, in).
-        dtype: of x.
-    """
-
-    target: Target
-    rows: int
-    shape: tuple[int, int, int]
-    dtype: DTypeLike
 
 
 def grouped_nf4_matmul(
@@ -80,10 +63,9 @@ def grouped_nf4_matmul(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     _check(x, codes, absmax, group_sizes, shape, rows, gradient)
-    case = Case(dispatch.target(), (x if rows is None else rows).shape[0], (codes.shape[0], *shape), x.dtype)
-    forward = REGISTRY[REGISTRY.choose(case, implementation)].forward
-    forward = functools.partial(forward, gradient=gradient, weight_dtype=weight_dtype)
     like = x if rows is None else rows
+    chosen = REGISTRY.chosen(implementation, rows=like.shape[0], shape=(codes.shape[0], *shape), dtype=x.dtype)
+    forward = functools.partial(chosen.forward, gradient=gradient, weight_dtype=weight_dtype)
     return with_automatic_axes(forward, x, codes, absmax, group_sizes, rows, low_rank, rows_like=like)
 
 
@@ -112,29 +94,25 @@ def _decode_first(
     return (grouped_matmul_dx if gradient else grouped_matmul)(x, matrices, group_sizes, rows=rows, low_rank=low_rank)
 
 
-def _why_not_triton(case: Case) -> str | None:
-    if reason := case.target.lacks((8, 0)):
+def _why_not_triton(device: Target, **facts) -> str | None:
+    if reason := why_not_any_kernel(device, **facts):
         return reason
-    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"it multiplies bfloat16 and float16, not {jnp.dtype(case.dtype)}"
-    if not case.rows or 0 in case.shape:
-        return f"it takes no empty arrays, these are {case.rows} rows and matrices {case.shape}"
-    packed = functools.reduce(int.__mul__, case.shape) // 2
+    packed = math.prod(facts["shape"]) // 2
     if packed >= 2**31:  # Pallas-Triton counts elements in 32 bits up to 4 GiB, however small they are.
         return f"it addresses less than 2 GiB of codes, these are {packed} bytes"
     return None
 
 
-def _preference(case: Case) -> tuple[str, ...]:
-    few = known(case.rows, math.inf) <= NF4_MOST_ROWS * case.shape[0]
+def _preference(_: Target, rows: int, shape: tuple[int, int, int], **facts) -> tuple[str, ...]:
+    few = known(rows, math.inf) <= NF4_MOST_ROWS * shape[0]
     return ("triton", "decode_first") if few else ("decode_first", "triton")
 
 
-REGISTRY: Registry[Case] = Registry(
+REGISTRY = Registry(
     "grouped_nf4_matmul",
     {
-        "triton": Implementation(_why_not_triton, _triton),
-        "decode_first": Implementation(lambda case: None, _decode_first),
+        "triton": Implementation(_triton, capability=(8, 0), dtypes=HALF, why_not=_why_not_triton),
+        "decode_first": Implementation(_decode_first),
     },
     _preference,
 )

@@ -14,12 +14,15 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
-from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case
+from pallas_kernels.low_rank import config, triton, xla
+from pallas_kernels.tiles import RANKS
 from pallas_kernels.transformations import with_automatic_axes
 
 
@@ -47,11 +50,11 @@ def low_rank_add(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     large = product_of(base)
-    case = _checked("low_rank_add", large, products, lora_B, parts)
+    facts = _checked("low_rank_add", large, products, lora_B, parts)
     if residual is not None and (residual.shape, residual.dtype) != (large.shape, large.dtype):
         expected, given = (f"{array.dtype}{list(array.shape)}" for array in (large, residual))
         raise ValueError(f"low_rank_add: residual must be {expected} like base, got {given}")
-    return ADD[ADD.choose(case, implementation)].forward(residual, base, products, lora_B, parts)
+    return ADD.chosen(implementation, **facts).forward(residual, base, products, lora_B, parts)
 
 
 def low_rank_output_gradients(
@@ -81,11 +84,10 @@ def low_rank_output_gradients(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    case = _checked("low_rank_output_gradients", dy, products, lora_B, parts)
+    facts = _checked("low_rank_output_gradients", dy, products, lora_B, parts)
     if absmax is not None:
         _check_absmax("low_rank_output_gradients", dy, absmax)
-        case = case._replace(float8=True)
-    forward = OUTPUT[OUTPUT.choose(case, implementation)].forward
+    forward = OUTPUT.chosen(implementation, **facts, float8=absmax is not None).forward
     return with_automatic_axes(
         lambda dy, products, lora_B, absmax: forward(dy, products, lora_B, parts, absmax),
         *(dy, products, lora_B, absmax),
@@ -114,12 +116,12 @@ def low_rank_round_rows(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    op, rank = "low_rank_round_rows", lora_B.shape[-1]
+    op = "low_rank_round_rows"
     _check_parts(op, dy, lora_B, parts)
     _check_absmax(op, dy, absmax)
     _check_dtypes(op, dy, lora_B)
-    case = Case(dispatch.target(), dy.shape[0], parts, dy.dtype, rank, float8=True)
-    return ROUND[ROUND.choose(case, implementation)].forward(dy, absmax, lora_B, parts)
+    facts = {"rows": dy.shape[0], "parts": parts, "dtype": dy.dtype, "rank": lora_B.shape[-1]}
+    return ROUND.chosen(implementation, **facts, float8=True).forward(dy, absmax, lora_B, parts)
 
 
 def low_rank_input_gradients(
@@ -155,12 +157,47 @@ def low_rank_input_gradients(
     if dproducts.shape != (dx.shape[0], rank):
         raise ValueError(f"{op}: dproducts must be [{dx.shape[0]}, {rank}], got {list(dproducts.shape)}")
     _check_dtypes(op, dx, x, dproducts, lora_A)
-    case = Case(dispatch.target(), dx.shape[0], (dx.shape[1],), dx.dtype, rank)
-    forward = INPUT[INPUT.choose(case, implementation)].forward
-    return with_automatic_axes(forward, dx, x, dproducts, lora_A, rows_like=(dx, None))
+    chosen = INPUT.chosen(implementation, rows=dx.shape[0], parts=dx.shape[1:], dtype=dx.dtype, rank=rank)
+    return with_automatic_axes(chosen.forward, dx, x, dproducts, lora_A, rows_like=(dx, None))
 
 
-def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Case:
+def _why_not_triton(
+    device: Target, rows: int, parts: tuple[int, ...], rank: int, float8: bool = False, **facts
+) -> str | None:
+    if float8 and (reason := device.lacks((8, 9), what="float8")):
+        return reason
+    if rank not in RANKS:
+        return f"it serves ranks {list(RANKS)}, not {rank}"
+    if rows % config.TILE or any(part % config.TILE for part in parts):
+        return f"it takes whole tiles of {config.TILE}, not {rows} tokens by {list(parts)} features"
+    return None
+
+
+def _why_not_triton_output(device: Target, rank: int, **facts) -> str | None:
+    if rank in RANKS and rank > config.LARGEST_OUTPUT_RANK:
+        return f"beyond rank {config.LARGEST_OUTPUT_RANK} its partial sums cost more than a second pass over dy"
+    return _why_not_triton(device, rank=rank, **facts)
+
+
+def _triton(forward, why_not=_why_not_triton) -> Implementation:
+    return Implementation(forward, dtypes=HALF, why_not=why_not)
+
+
+#: forward(residual, base, products, lora_B, parts) -> sum
+ADD = triton_or_xla("low_rank.add", _triton(triton.add), Implementation(xla.add))
+#: forward(dy, products, lora_B, parts, absmax) -> (gradient of products, of lora_B, dy in float8 or None)
+OUTPUT = triton_or_xla(
+    "low_rank.output_gradients",
+    _triton(triton.output_gradients, _why_not_triton_output),
+    Implementation(xla.output_gradients),
+)
+#: forward(dx, x, dproducts, lora_A) -> (gradient of x, of lora_A)
+INPUT = triton_or_xla("low_rank.input_gradients", _triton(triton.input_gradients), Implementation(xla.input_gradients))
+#: forward(dy, absmax, lora_B, parts) -> (gradient of products, dy in float8)
+ROUND = triton_or_xla("low_rank.round_rows", _triton(triton.round_rows), Implementation(xla.round_rows))
+
+
+def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> dict[str, Any]:
     _check_parts(op, large, lora_B, parts)
     rows, rank = large.shape[0], lora_B.shape[-1]
     if products.shape != (rows, len(parts) * rank):
@@ -169,7 +206,7 @@ def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple
             f"{len(parts) * rank}], got {list(products.shape)}"
         )
     _check_dtypes(op, large, products, lora_B)
-    return Case(dispatch.target(), rows, parts, large.dtype, rank)
+    return {"rows": rows, "parts": parts, "dtype": large.dtype, "rank": rank}
 
 
 def _check_parts(op: str, large: Array, lora_B: Array, parts: tuple[int, ...]) -> None:

@@ -17,8 +17,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of, values_at
 from pallas_kernels.float8.scales import scale_of
+from pallas_kernels.low_rank import config
 from pallas_kernels.tiles import Tiles, divisor, width
 
 
@@ -30,11 +32,11 @@ def add(
     products: Array,
     lora_B: Array,
     parts: tuple[int, ...],
-    tiles: Tiles,
+    tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Array:
     """The sum residual + base + products·Bᵀ."""
-    rows, features = product_of(base).shape
+    (rows, features), tiles = product_of(base).shape, tiles or config.add_config(lora_B.shape[1])
     columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
     return pl.pallas_call(
@@ -70,10 +72,11 @@ def output_gradients(
     lora_B: Array,
     parts: tuple[int, ...],
     absmax: Array | None,
-    tiles: Tiles,
+    tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Rounded | None]:
     """The gradient of the products in the dtype of dy, that of B in float32, and dy in float8 where absmax is given."""
+    tiles = tiles or config.output_config(compute_capability())
     (rows, features), rank = dy.shape, lora_B.shape[1]
     columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
@@ -136,12 +139,64 @@ def _output_gradients(
     dB_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, jnp.zeros((columns, rank), jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def round_rows(
+    dy: Array,
+    absmax: Array,
+    lora_B: Array,
+    parts: tuple[int, ...],
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Rounded]:
+    """The gradient of the products in the dtype of dy, and dy's rows in float8, whose largest magnitudes are known.
+
+    A program owns a tile of tokens and a run of features, over which it adds up its share of the products.
+    """
+    tiles = tiles or config.round_config(lora_B.shape[1])
+    (rows, features), rank = dy.shape, lora_B.shape[1]
+    columns = width(math.gcd(*parts), tiles.columns)
+    loop = divisor(math.gcd(*parts) // columns, tiles.loop)
+    run = columns * loop
+    partial, codes, scales = pl.pallas_call(
+        functools.partial(_round_rows, columns=columns, rows_of_tile=tiles.rows, loop=loop),
+        out_shape=(
+            jax.ShapeDtypeStruct((features // run, rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct(dy.shape, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(absmax.shape, jnp.float32),
+        ),
+        grid=(features // run, rows // tiles.rows),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="low_rank_round_rows",
+    )(dy, absmax, lora_B)
+    return sum_of_shares(partial, parts, run).astype(dy.dtype), Rounded(codes, scales)
+
+
+def _round_rows(
+    dy_ref, absmax_ref, b_ref, partial_ref, codes_ref, scales_ref, *, columns: int, rows_of_tile: int, loop: int
+):
+    share, rows = pl.program_id(0), pl.ds(pl.program_id(1) * rows_of_tile, rows_of_tile)
+    scales, inverse = scale_of(absmax_ref[rows])
+
+    def body(number, total):
+        cols = pl.ds((share * loop + number) * columns, columns)
+        dy = dy_ref[rows, cols]
+        codes_ref[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(codes_ref.dtype)
+        return pltriton.dot(dy, b_ref[cols, :]) - (-total)  # a product that is waited for, as `tiles` says
+
+    zero = jnp.zeros((rows_of_tile, b_ref.shape[1]), jnp.float32)
+    partial_ref[share, rows, :] = jax.lax.fori_loop(0, loop, body, zero)
+
+    scales_ref[rows] = scales  # the same from every run of features
+
+
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def input_gradients(
-    dx: Array, x: Array, dproducts: Array, lora_A: Array, tiles: Tiles, interpret: bool = False
+    dx: Array, x: Array, dproducts: Array, lora_A: Array, tiles: Tiles | None = None, interpret: bool = False
 ) -> tuple[Array, Array]:
     """The sum dx + dproducts·A in the dtype of dx, and dproductsᵀ·x in float32."""
     rows, features = dx.shape
+    tiles = tiles or config.input_config(compute_capability(), lora_A.shape[0])
     tiles = dataclasses.replace(tiles, columns=width(features, tiles.columns))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop

@@ -1,4 +1,4 @@
-"""The sums with low-rank products for XLA, on every device; arguments as in `implementations`."""
+"""The sums with low-rank products for XLA, on every device; arguments as in `api`."""
 
 import itertools
 

@@ -20,10 +20,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
-from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL, Decode, Float8, Product
+from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL
 from pallas_kernels.shard_gather import Shared, whole
 from pallas_kernels.transformations import custom_vjp
 
@@ -71,9 +70,9 @@ def dequantize(
     codes, absmax = lax.stop_gradient((codes, absmax))
     if quant_map is not None:
         quant_map = None if _is_nf4(quant_map) else lax.stop_gradient(quant_map)
-    case = Decode(dispatch.target(), shape, dtype, through, order, quant_map is None)
-    chosen = DEQUANTIZE.choose(case, implementation)
-    return DEQUANTIZE[chosen].forward(codes, absmax, quant_map, shape=shape, dtype=dtype, order=order, through=through)
+    options = {"shape": shape, "dtype": dtype, "order": order, "through": through}
+    chosen = DEQUANTIZE.chosen(implementation, own_map=quant_map is None, **options)
+    return chosen.forward(codes, absmax, quant_map, **options)
 
 
 def dequantize_float8(
@@ -109,8 +108,7 @@ def dequantize_float8(
     out, columns = shape
     if columns % BLOCK:
         raise ValueError(f"nf4.dequantize_float8: expected rows of whole blocks of {BLOCK}, got {out}×{columns}")
-    case = Float8(Decode(dispatch.target(), shape, jnp.float8_e4m3fn, None, "split", True), transposed)
-    chosen = FLOAT8[FLOAT8.choose(case, implementation)]
+    chosen = FLOAT8.chosen(implementation, shape=shape, transposed=transposed)
     codes, absmax = lax.stop_gradient((whole(codes), absmax))
     decode = chosen.backward if transposed else chosen.forward
     return decode(codes, absmax.reshape(out, columns // BLOCK), shape=shape)
@@ -183,9 +181,8 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _chosen(x, quant_map, shape, order, through, implementation, *, gradient: bool) -> Implementation:
-    weight = Decode(dispatch.target(), shape, x.dtype, through, order, quant_map is None)
-    case = Product(weight, math.prod(x.shape[:-1]), gradient)
-    return MATMUL[MATMUL.choose(case, implementation)]
+    weight = {"shape": shape, "dtype": x.dtype, "through": through, "order": order, "own_map": quant_map is None}
+    return MATMUL.chosen(implementation, rows=math.prod(x.shape[:-1]), gradient=gradient, **weight)
 
 
 def _through(op: str, weight_dtype, dtype) -> str | None:

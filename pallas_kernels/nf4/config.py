@@ -20,47 +20,6 @@ class TritonConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TransposedConfig:
-    """Block sizes of the dequantisation to the transposed matrix in 8 bits, one block of each row a program.
-
-    Attributes:
-        rows: of the matrix a program; a power of two.
-        num_warps: warps a program.
-    """
-
-    rows: int
-    num_warps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaleRowsConfig:
-    """Block sizes of the kernel that finds the scales of rows.
-
-    Attributes:
-        rows: of absmax a program; a power of two.
-        num_warps: warps a program.
-    """
-
-    rows: int
-    num_warps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PartsConfig:
-    """Block sizes of the kernel that transposes absmax and finds maxima of parts of its columns.
-
-    Attributes:
-        parts: of the rows, a multiple of 32.
-        blocks: columns of absmax a program; a power of two.
-        num_warps: warps a program.
-    """
-
-    parts: int
-    blocks: int
-    num_warps: int
-
-
-@dataclasses.dataclass(frozen=True)
 class MosaicConfig:
     """Block sizes of the Mosaic dequantisation, one warpgroup a thread block.
 
@@ -126,36 +85,12 @@ def triton_config(dtype: DTypeLike) -> TritonConfig:
 
 
 TRANSPOSED_ROWS = (256, 128, 64)
-"""Rows of a tile of the transposing dequantisation, the largest that divide the matrix's first."""
+"""Rows of a tile of the transposing dequantisation, 64 a warp; the largest that divide the matrix's first."""
 
 
-def transposed_config(out: int) -> TransposedConfig | None:
-    """The largest tile of rows that divides a matrix; None: none does.
-
-    Args:
-        out: rows of the matrix.
-    """
-    rows = next((rows for rows in TRANSPOSED_ROWS if out % rows == 0), None)
-    return None if rows is None else TransposedConfig(rows, num_warps=rows // 64)
-
-
-def scale_rows_config(blocks: int) -> ScaleRowsConfig:
-    """Sixteen numbers a thread.
-
-    Args:
-        blocks: of a row.
-    """
-    width = 1 << (blocks - 1).bit_length()
-    return ScaleRowsConfig(rows=max(1, 2048 // width), num_warps=4)
-
-
-def parts_config(out: int) -> PartsConfig:
-    """Whole cache lines, and parts of 256 rows at most: 64 numbers a thread; 128 parts keep a card busy.
-
-    Args:
-        out: rows of the matrix.
-    """
-    return PartsConfig(parts=128 * -(-out // 32768), blocks=32, num_warps=4)
+def transposed_rows(out: int) -> int | None:
+    """The largest tile of rows that divides a matrix of `out` rows; None: none does."""
+    return next((rows for rows in TRANSPOSED_ROWS if out % rows == 0), None)
 
 
 def mosaic_config(dtype: DTypeLike) -> MosaicConfig:

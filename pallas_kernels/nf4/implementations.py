@@ -22,122 +22,74 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
 from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, triton_scales, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
 from pallas_kernels.shard_gather import Shared, whole, why_not_peers
 from pallas_kernels.transformations import known
 
 
-class Decode(NamedTuple):
-    """A dequantisation and its device.
-
-    Attributes:
-        target: the device.
-        shape: (out, in) of the matrix.
-        dtype: of the result.
-        through: dtype that values are rounded to before; None for none.
-        order: of the codes.
-        own_map: whether the values are known to be NF4's own.
-    """
-
-    target: Target
-    shape: tuple[int, int]
-    dtype: DTypeLike
-    through: str | None
-    order: str
-    own_map: bool
-
-
-class Product(NamedTuple):
-    """A matrix product and its device.
-
-    Attributes:
-        weight: the matrix, decoded to x's dtype.
-        rows: of x.
-        gradient: x W instead of x Wᵀ.
-    """
-
-    weight: Decode
-    rows: int
-    gradient: bool
-
-
-class Float8(NamedTuple):
-    """A dequantisation to float8_e4m3fn.
-
-    Attributes:
-        weight: the matrix.
-        transposed: whether its transpose is wanted.
-    """
-
-    weight: Decode
-    transposed: bool
-
-
-def _why_not_any_kernel(case: Decode) -> str | None:
-    if case.target.platform != "cuda" or case.target.compute_capability is None:
-        return f"it runs on NVIDIA GPUs of a known compute capability, the target is {case.target}"
-    if case.order != "split":
-        return f"it reads codes in the split order, these are in {case.order!r} order"
-    out, columns = case.shape
+def _why_not_any_kernel(device: Target, shape: tuple[int, int], order: str, own_map: bool, **facts) -> str | None:
+    if device.platform != "cuda" or device.compute_capability is None:
+        return f"it runs on NVIDIA GPUs of a known compute capability, the target is {device}"
+    out, columns = shape
     if out * columns % BLOCK:
         return f"it decodes whole blocks of {BLOCK} elements, {out}×{columns} ends in a partial one"
-    if not case.own_map:
+    return _why_not_packed_so(order, own_map)
+
+
+def _why_not_packed_so(order: str, own_map: bool) -> str | None:
+    if order != "split":
+        return f"it reads codes in the split order, these are in {order!r} order"
+    if not own_map:
         return "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
     return None
 
 
-def _why_not_mosaic(case: Decode) -> str | None:
-    reason = _why_not_any_kernel(case) or case.target.lacks((9, 0), exactly=True)
-    return reason or _too_few_blocks(case, config.mosaic_config)
-
-
-def _too_few_blocks(case: Decode, sizes: Callable[[DTypeLike], Any]) -> str | None:
-    """Whether a matrix is less than a kernel's tile."""
-    blocks, least = num_blocks(case.shape), sizes(_kernel_dtype(case.dtype, case.through)).blocks
-    if blocks < least:
-        return f"it needs at least {least} blocks of {BLOCK} elements, {case.shape[0]}×{case.shape[1]} has {blocks}"
-    return None
-
-
-def _why_not_triton(case: Decode) -> str | None:
-    return _why_not_any_kernel(case) or case.target.lacks((8, 0)) or _too_few_blocks(case, config.triton_config)
-
-
-def _why_not_fused(case: Product) -> str | None:
-    weight = case.weight
-    if reason := weight.target.lacks((9, 0), exactly=True):
+def _why_not_tiles(
+    sizes: Callable[[DTypeLike], Any],
+    device: Target,
+    shape: tuple[int, int],
+    dtype: DTypeLike,
+    through: str | None,
+    **facts,
+) -> str | None:
+    """Why a kernel with tiles of these sizes does not decode a matrix."""
+    if reason := _why_not_any_kernel(device, shape, **facts):
         return reason
-    if weight.order != "split":
-        return f"it reads codes in the split order, these are in {weight.order!r} order"
-    if not weight.own_map:
-        return "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
-    if weight.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it multiplies bfloat16 and float16, x is {weight.dtype}"
-    if any(size % BLOCK or size < 2 * BLOCK for size in weight.shape):
-        out, columns = weight.shape
-        return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
-    if case.rows == 0:
-        return "x has no rows"
-    if config.product_config(known(case.rows, 1), weight.shape, case.gradient, mosaic_sm90.CORES) is None:
-        out, columns = weight.shape
-        what = "x W" if case.gradient else "x Wᵀ"
-        return f"no kernel takes {what} of {case.rows} rows with {out}×{columns} (`nf4.config.product_config`)"
+    blocks, least = num_blocks(shape), sizes(_kernel_dtype(dtype, through)).blocks
+    if blocks < least:
+        return f"it needs at least {least} blocks of {BLOCK} elements, {shape[0]}×{shape[1]} has {blocks}"
     return None
 
 
-def _product_preference(case: Product) -> tuple[str, ...]:
+def _why_not_fused(
+    device: Target, shape: tuple[int, int], order: str, own_map: bool, rows: int, gradient: bool, **facts
+) -> str | None:
+    if reason := _why_not_packed_so(order, own_map):
+        return reason
+    out, columns = shape
+    if any(size % BLOCK or size < 2 * BLOCK for size in shape):
+        return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
+    if rows == 0:
+        return "x has no rows"
+    if config.product_config(known(rows, 1), shape, gradient, mosaic_sm90.CORES) is None:
+        what = "x W" if gradient else "x Wᵀ"
+        return f"no kernel takes {what} of {rows} rows with {out}×{columns} (`nf4.config.product_config`)"
+    return None
+
+
+def _product_preference(device: Target, rows: int, gradient: bool, **facts) -> tuple[str, ...]:
     """Few rows decode inside the product; with more rows it is faster to decode first, and "fused" must be forced."""
     others = tuple(DEQUANTIZE.implementations)
-    few = known(case.rows, math.inf) <= config.most_rows(case.gradient)
+    few = known(rows, math.inf) <= config.most_rows(gradient)
     return ("fused", *others) if few else (*others, "fused")
 
 
@@ -180,25 +132,33 @@ def _reads_shards(codes: Shared, sizes: Any) -> bool:
     return enough and why_not_peers(dispatch.target()) is None
 
 
-DEQUANTIZE: Registry[Decode] = Registry(
+DEQUANTIZE = Registry(
     "nf4.dequantize",
     {
         "mosaic": Implementation(
-            _why_not_mosaic,
             _of_blocks(mosaic_sm90.dequantize, config.mosaic_config, in_place=mosaic_sm90.dequantize_shared),
+            capability=(9, 0),
+            exactly=True,
+            why_not=functools.partial(_why_not_tiles, config.mosaic_config),
         ),
-        "triton": Implementation(_why_not_triton, _of_blocks(triton.dequantize, config.triton_config)),
-        "xla": Implementation(lambda case: None, xla.dequantize),
+        "triton": Implementation(
+            _of_blocks(triton.dequantize, config.triton_config),
+            capability=(8, 0),
+            why_not=functools.partial(_why_not_tiles, config.triton_config),
+        ),
+        "xla": Implementation(xla.dequantize),
     },
-    lambda case: ("mosaic", "triton", "xla"),
 )
 
+#: Of a dequantisation to float8_e4m3fn, for the tests of the others.
+_FLOAT8 = {"dtype": jnp.float8_e4m3fn, "through": None, "order": "split"}
 
-def _why_not_mosaic_float8(case: Float8) -> str | None:
-    weight, (out, columns) = case.weight, case.weight.shape
-    if not case.transposed:
-        return _why_not_mosaic(weight)
-    if reason := _why_not_any_kernel(weight) or weight.target.lacks((9, 0), exactly=True):
+
+def _why_not_mosaic_float8(device: Target, shape: tuple[int, int], transposed: bool) -> str | None:
+    out, columns = shape
+    if not transposed:
+        return DEQUANTIZE["mosaic"].reason(device, shape=shape, own_map=True, **_FLOAT8)
+    if reason := _why_not_any_kernel(device, shape, "split", True):
         return reason
     least = mosaic_sm90.ROWS, mosaic_sm90.COLUMNS
     if out % 4 or out < least[0] or columns < least[1]:
@@ -206,35 +166,35 @@ def _why_not_mosaic_float8(case: Float8) -> str | None:
     return None
 
 
-def _why_not_triton_float8(case: Float8) -> str | None:
-    if reason := _why_not_triton(case.weight) or case.weight.target.lacks((8, 9)):
+def _why_not_triton_float8(device: Target, shape: tuple[int, int], transposed: bool) -> str | None:
+    if reason := DEQUANTIZE["triton"].reason(device, shape=shape, own_map=True, **_FLOAT8):
         return reason
-    out, columns = case.weight.shape
-    if case.transposed and config.transposed_config(out) is None:
+    out, columns = shape
+    if transposed and config.transposed_rows(out) is None:
         return f"it transposes whole tiles of {config.TRANSPOSED_ROWS[-1]} rows or more, this is {out}×{columns}"
     return None
 
 
 def _mosaic_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
-    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.parts_config(shape[0]))
+    absmax, largest = triton_scales.transpose_and_largest(absmax)
     return mosaic_sm90.dequantize_transposed(codes.reshape(shape[0], shape[1] // 2), absmax, largest)
 
 
 def _triton_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
-    sizes = config.transposed_config(shape[0])
-    assert sizes is not None
-    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.parts_config(shape[0]))
+    rows = config.transposed_rows(shape[0])
+    assert rows is not None
+    absmax, largest = triton_scales.transpose_and_largest(absmax)
     scales, inverse = triton_scales.scales_of(jnp.max(largest, axis=1))
     scaled = absmax * inverse[:, None]
-    return triton_float8.dequantize_transposed(codes, scaled, shape=shape, config=sizes), jnp.repeat(scales, BLOCK)
+    return triton_float8.dequantize_transposed(codes, scaled, shape=shape, rows=rows), jnp.repeat(scales, BLOCK)
 
 
 def _in_float8(decode: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     """A kernel's dequantisation to any dtype, to float8_e4m3fn."""
 
     def dequantize(codes, absmax, *, shape):
-        scaled, scales = triton_scales.scale_rows(absmax, config=config.scale_rows_config(absmax.shape[1]))
-        return decode(codes, scaled, None, **_float8_options(shape)), scales
+        scaled, scales = triton_scales.scale_rows(absmax)
+        return decode(codes, scaled, None, shape=shape, **_FLOAT8), scales
 
     return dequantize
 
@@ -242,47 +202,48 @@ def _in_float8(decode: Callable[..., Array]) -> Callable[..., tuple[Array, Array
 def _xla_float8(codes: Array, absmax: Array, *, shape: tuple[int, int], transposed: bool) -> tuple[Array, Array]:
     scales, inverse = triton_scales.scales_of(jnp.max(triton_scales.bits_of(absmax), axis=0 if transposed else 1))
     scaled = absmax * (inverse[None, :] if transposed else inverse[:, None])
-    matrix = xla.dequantize(codes, scaled, None, **_float8_options(shape))
+    matrix = xla.dequantize(codes, scaled, None, shape=shape, **_FLOAT8)
     return (matrix.T, jnp.repeat(scales, BLOCK)) if transposed else (matrix, scales)
 
 
-def _float8_options(shape: tuple[int, int]) -> dict[str, Any]:
-    return {"shape": shape, "dtype": jnp.float8_e4m3fn, "order": "split", "through": None}
-
-
-FLOAT8: Registry[Float8] = Registry(
+FLOAT8 = Registry(
     "nf4.dequantize_float8",
     {
-        "mosaic": Implementation(_why_not_mosaic_float8, _in_float8(DEQUANTIZE["mosaic"].forward), _mosaic_transposed),
-        "triton": Implementation(_why_not_triton_float8, _in_float8(DEQUANTIZE["triton"].forward), _triton_transposed),
+        "mosaic": Implementation(
+            _in_float8(DEQUANTIZE["mosaic"].forward),
+            _mosaic_transposed,
+            capability=(9, 0),
+            exactly=True,
+            why_not=_why_not_mosaic_float8,
+        ),
+        "triton": Implementation(
+            _in_float8(DEQUANTIZE["triton"].forward),
+            _triton_transposed,
+            capability=(8, 9),
+            why_not=_why_not_triton_float8,
+        ),
         "xla": Implementation(
-            lambda case: None,
-            functools.partial(_xla_float8, transposed=False),
-            functools.partial(_xla_float8, transposed=True),
+            functools.partial(_xla_float8, transposed=False), functools.partial(_xla_float8, transposed=True)
         ),
     },
-    lambda case: ("mosaic", "triton", "xla"),
 )
 
 
-def _decode_first(decode: Implementation) -> Implementation:
-    multiply = functools.partial(products.decode_first, decode.forward)
-    return Implementation(
-        lambda case: decode.why_not(case.weight),
-        functools.partial(multiply, gradient=False),
-        functools.partial(multiply, gradient=True),
-    )
+def _both_ways(multiply: Callable[..., Array], implementation: Implementation) -> Implementation:
+    """A product and its gradient by a function that takes `gradient`, where an implementation serves."""
+    forward, backward = (functools.partial(multiply, gradient=gradient) for gradient in (False, True))
+    return implementation._replace(forward=forward, backward=backward)
 
 
-MATMUL: Registry[Product] = Registry(
+_FUSED = Implementation(products.fused, capability=(9, 0), exactly=True, dtypes=HALF, why_not=_why_not_fused)
+MATMUL = Registry(
     "nf4.matmul",
     {
-        "fused": Implementation(
-            _why_not_fused,
-            functools.partial(products.fused, gradient=False),
-            functools.partial(products.fused, gradient=True),
-        ),
-        **{name: _decode_first(decode) for name, decode in DEQUANTIZE.implementations.items()},
+        "fused": _both_ways(products.fused, _FUSED),
+        **{
+            name: _both_ways(functools.partial(products.decode_first, decode.forward), decode)
+            for name, decode in DEQUANTIZE.implementations.items()
+        },
     },
     _product_preference,
 )

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import TransposedConfig
 
 #: Rows of a word of the result, bytes of a word of codes, and words of a block's row.
 ROWS = 4
@@ -23,13 +22,13 @@ WORDS = BLOCK_BYTES // 4
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("shape", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape", "rows", "interpret"))
 def dequantize_transposed(
     codes: UInt8[Array, "..."],
     absmax: Float[Array, "blocks out"],
     *,
     shape: tuple[int, int],
-    config: TransposedConfig,
+    rows: int,
     interpret: bool = False,
 ) -> Float[Array, "in out"]:
     """Decode a matrix and transpose it.
@@ -37,23 +36,23 @@ def dequantize_transposed(
     Args:
         codes: uint8, split order, out·in / 2 of them.
         absmax: float32, by block of a row and by row; no product with NF4's values exceeds 448.
-        shape: (out, in); out is a multiple of `config.rows`, in one of 64.
-        config: block sizes.
+        shape: (out, in); out is a multiple of `rows`, in one of 64.
+        rows: of a tile, a power of two.
         interpret: run on any device, in jax.numpy.
     """
     out, columns = shape
-    blocks, quads = columns // BLOCK, config.rows // ROWS
+    blocks, quads = columns // BLOCK, rows // ROWS
     words = jax.lax.bitcast_convert_type(codes.reshape(out // ROWS, ROWS, columns // 8, 4), jnp.int32)
     found = pl.pallas_call(
         functools.partial(_kernel, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, 2, WORDS, 4, out // ROWS), jnp.int32),
-        grid=(blocks, out // config.rows),
+        grid=(blocks, out // rows),
         in_specs=[
             pl.BlockSpec((quads, ROWS, WORDS), lambda block, tile: (tile, 0, block)),
             pl.BlockSpec((1, quads, ROWS), lambda block, tile: (block, tile, 0)),
         ],
         out_specs=pl.BlockSpec((1, 2, WORDS, 4, quads), lambda block, tile: (block, 0, 0, 0, tile)),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=rows // 64, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize_transposed",
     )(words, absmax.reshape(blocks, out // ROWS, ROWS))

@@ -18,9 +18,10 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.float8.scales import scale_of
-from pallas_kernels.nf4.config import PartsConfig, ScaleRowsConfig
 
 _MAGNITUDE = 0x7FFFFFFF
+#: Of absmax, whole cache lines.
+_COLUMNS = 32
 
 
 def bits_of(absmax: Float[Array, "..."]) -> Int32[Array, "..."]:
@@ -34,31 +35,31 @@ def scales_of(bits: Int32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Arr
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def scale_rows(
-    absmax: Float[Array, "out blocks"], *, config: ScaleRowsConfig, interpret: bool = False
+    absmax: Float[Array, "out blocks"], *, interpret: bool = False
 ) -> tuple[Float[Array, "out blocks"], Float[Array, " out"]]:
     """Absmax over the scales of its rows, and these.
 
     Args:
         absmax: float32, none below 0.
-        config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
-    out = absmax.shape[0]
+    out, blocks = absmax.shape
+    count = max(1, 2048 // pl.next_power_of_2(blocks))  # sixteen numbers a thread
     return pl.pallas_call(
-        functools.partial(_scale_rows, config=config),
+        functools.partial(_scale_rows, count=count),
         out_shape=(jax.ShapeDtypeStruct(absmax.shape, jnp.float32), jax.ShapeDtypeStruct((out,), jnp.float32)),
-        grid=(pl.cdiv(out, config.rows),),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        grid=(pl.cdiv(out, count),),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize_scale_rows",
     )(absmax)
 
 
-def _scale_rows(absmax_ref, scaled_ref, scales_ref, *, config: ScaleRowsConfig):
+def _scale_rows(absmax_ref, scaled_ref, scales_ref, *, count: int):
     out, blocks = absmax_ref.shape
-    rows = pl.program_id(0) * config.rows + lax.iota(jnp.int32, config.rows)
+    rows = pl.program_id(0) * count + lax.iota(jnp.int32, count)
     columns = lax.iota(jnp.int32, pl.next_power_of_2(blocks))
     inside = (rows < out)[:, None] & (columns < blocks)[None, :]
     own = (rows[:, None], columns[None, :])
@@ -68,37 +69,37 @@ def _scale_rows(absmax_ref, scaled_ref, scales_ref, *, config: ScaleRowsConfig):
     pltriton.store(scales_ref.at[rows], scales, mask=rows < out)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def transpose_and_largest(
-    absmax: Float[Array, "out blocks"], *, config: PartsConfig, interpret: bool = False
+    absmax: Float[Array, "out blocks"], *, interpret: bool = False
 ) -> tuple[Float[Array, "blocks out"], Int32[Array, "blocks parts"]]:
     """Absmax transposed, and bits of the largest of parts of each of its rows.
 
     Args:
         absmax: float32, none below 0.
-        config: block sizes.
         interpret: run on any device, in jax.numpy.
     """
     out, blocks = absmax.shape
+    parts = 128 * pl.cdiv(out, 32768)  # of 256 rows at most, 64 numbers a thread; 128 keep a card busy
     return pl.pallas_call(
-        functools.partial(_transpose_and_largest, config=config),
+        _transpose_and_largest,
         out_shape=(
             jax.ShapeDtypeStruct((blocks, out), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, config.parts), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, parts), jnp.int32),
         ),
-        grid=(config.parts, pl.cdiv(blocks, config.blocks)),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        grid=(parts, pl.cdiv(blocks, _COLUMNS)),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize_largest",
     )(absmax)
 
 
-def _transpose_and_largest(absmax_ref, transposed_ref, largest_ref, *, config: PartsConfig):
+def _transpose_and_largest(absmax_ref, transposed_ref, largest_ref):
     (out, blocks), part = absmax_ref.shape, pl.program_id(0)
-    size = pl.cdiv(out, config.parts)
+    size = pl.cdiv(out, largest_ref.shape[1])
     within = lax.iota(jnp.int32, pl.next_power_of_2(size))
     rows = part * size + within
-    columns = pl.program_id(1) * config.blocks + lax.iota(jnp.int32, config.blocks)
+    columns = pl.program_id(1) * _COLUMNS + lax.iota(jnp.int32, _COLUMNS)
     inside = ((within < size) & (rows < out))[:, None] & (columns < blocks)[None, :]
     absmax = pltriton.load(absmax_ref.at[rows[:, None], columns[None, :]], mask=inside, other=jnp.float32(0))
     pltriton.store(transposed_ref.at[columns[:, None], rows[None, :]], absmax.T, mask=inside.T)

@@ -1,6 +1,5 @@
 """Root mean square normalisation."""
 
-from pallas_kernels.rms_norm.api import rms_norm, rms_norm_in_stream
-from pallas_kernels.rms_norm.implementations import REGISTRY
+from pallas_kernels.rms_norm.api import REGISTRY, rms_norm, rms_norm_in_stream
 
 __all__ = ["REGISTRY", "rms_norm", "rms_norm_in_stream"]

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.rms_norm import xla
-from pallas_kernels.rms_norm.implementations import REGISTRY, Case
+from pallas_kernels.dispatch import FLOATS, Implementation, Target, triton_or_xla
+from pallas_kernels.rms_norm import config, triton, xla
 from pallas_kernels.transformations import custom_vjp, number
 
 
@@ -77,9 +76,27 @@ def rms_norm_in_stream(
     """
     _check("rms_norm_in_stream", x, weight, eps)
     offset = number("rms_norm_in_stream", "offset", offset)
-    case = Case(dispatch.target(), math.prod(x.shape[:-1]), x.shape[-1], x.dtype)
-    chosen = REGISTRY.choose(case, implementation)
+    rows = math.prod(x.shape[:-1])
+    chosen = REGISTRY.choose(implementation, rows=rows, features=x.shape[-1], dtype=x.dtype)
     return _in_stream(x, weight, eps, offset, chosen)
+
+
+def _why_not_triton(_: Target, rows: int, features: int, **facts) -> str | None:
+    if features > config.MOST_FEATURES:
+        return f"a program holds whole rows of at most {config.MOST_FEATURES} features, not of {features}"
+    if rows * features >= 2**31:
+        return f"its offsets are of 32 bits, and {rows} × {features} numbers have more"
+    return None
+
+
+#: Of a norm in a residual stream; rows are [N, E].
+#: forward(x, weight, eps, offset) -> (normalised rows, reciprocal root mean square of each row, float32 [N, 1])
+#: backward(x, weight, rstd, dresidual, dnormed, offset) -> (gradient of x, of the weight in float32)
+REGISTRY = triton_or_xla(
+    "rms_norm",
+    Implementation(triton.forward, triton.backward, dtypes=FLOATS, why_not=_why_not_triton),
+    Implementation(xla.forward, xla.backward),
+)
 
 
 @custom_vjp(nondiff_argnums=(3, 4))

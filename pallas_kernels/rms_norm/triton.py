@@ -1,4 +1,4 @@
-"""A norm in a residual stream in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `implementations`.
+"""A norm in a residual stream in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `api`.
 
 A program holds whole rows, one after the other, with the next one on its way: each array is read once. The backward
 kernel adds up the weight's gradient over its rows; XLA adds the programs' sums in one order, the same bits every time.
@@ -13,13 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import ArrayLike
 
-from pallas_kernels.rms_norm.config import Programs
+from pallas_kernels.rms_norm.config import Programs, backward_config, warps
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def forward(
-    x: Array, weight: Array, eps: ArrayLike, offset: float, num_warps: int, interpret: bool = False
+    x: Array, weight: Array, eps: ArrayLike, offset: float, num_warps: int | None = None, interpret: bool = False
 ) -> tuple[Array, Array]:
     """The normalised rows, and the reciprocal root mean square of each."""
     rows, features = x.shape
@@ -27,7 +27,7 @@ def forward(
         functools.partial(_forward, offset=offset),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps or warps(features), num_stages=1),
         interpret=interpret,
         name="rms_norm_forward",
     )(x, weight, jnp.float32(eps).reshape(1))
@@ -42,11 +42,11 @@ def backward(
     dresidual: Array,
     dnormed: Array,
     offset: float,
-    programs: Programs,
+    programs: Programs | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """The gradients of x and of the weight."""
-    rows, features = x.shape
+    (rows, features), programs = x.shape, programs or backward_config(*x.shape)
     count = pl.cdiv(rows, programs.rows)
     dx, dweight = pl.pallas_call(
         functools.partial(_backward, offset=offset, run=programs.rows),

@@ -1,7 +1,6 @@
 """Arrays of which each device has a shard, one layer of a stack at a time."""
 
-from pallas_kernels.shard_gather.api import gather
-from pallas_kernels.shard_gather.implementations import REGISTRY, Case, why_not_peers
+from pallas_kernels.shard_gather.api import REGISTRY, gather, why_not_peers
 from pallas_kernels.shard_gather.shared import Shared, whole
 
-__all__ = ["REGISTRY", "Case", "Shared", "gather", "whole", "why_not_peers"]
+__all__ = ["REGISTRY", "Shared", "gather", "whole", "why_not_peers"]

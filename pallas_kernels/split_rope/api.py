@@ -12,9 +12,9 @@ Implementations, in order of preference:
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.rope.api import check_tables
-from pallas_kernels.split_rope.implementations import REGISTRY, Case
+from pallas_kernels.split_rope import triton, xla
 from pallas_kernels.transformations import custom_vjp
 
 
@@ -51,10 +51,25 @@ def split_rope(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     size = _head_size(qkv, cos, sin, heads, key_heads, query_scales)
-    case = Case(dispatch.target(), qkv.dtype, (heads, key_heads), size)
-    chosen = REGISTRY.choose(case, implementation)
+    chosen = REGISTRY.choose(implementation, dtype=qkv.dtype, size=size)
     tables = None if cos is None or sin is None else (cos, sin)
     return _split(qkv, tables, query_scales, (heads, key_heads), interleaved, chosen)
+
+
+def _why_not_triton(_: Target, size: int, **facts) -> str | None:
+    if size % 16 or size > 256:
+        return f"the head size must be a multiple of 16 and at most 256, not {size}"
+    return None
+
+
+#: forward(qkv, (cos, sin) or None, query_scales or None, (H, K), interleaved) -> (q, k, v)
+#: backward((dq, dk, dv), (cos, sin) or None, query_scales or None, interleaved, with_absmax)
+#:     -> (dqkv, the largest magnitude for each token or None)
+REGISTRY = triton_or_xla(
+    "split_rope",
+    Implementation(triton.forward, triton.backward, dtypes=HALF, why_not=_why_not_triton),
+    Implementation(xla.forward, xla.backward),
+)
 
 
 @custom_vjp(nondiff_argnums=(3, 4, 5))

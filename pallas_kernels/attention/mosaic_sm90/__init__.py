@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.attention.call import Call
+from pallas_kernels.attention.call import Call, Cotangents, Operands, Options
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
@@ -23,9 +23,8 @@ from pallas_kernels.attention.mosaic_sm90.config import (
     forward_config,
 )
 from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
+from pallas_kernels.dispatch import Target
 from pallas_kernels.dispatch import target as current_target
 
 SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -34,13 +33,9 @@ SIZES = (64, 80, 96, 112, 128, 192, 256)
 _CORES = 132
 
 
-def why_not(call: Call) -> str | None:
-    """Why the kernels cannot serve a call, in one clause, or None when they can."""
-    target, q, v = call.target, call.q, call.v
-    if target.platform != "cuda" or target.compute_capability != (9, 0):
-        return f"its instructions are those of NVIDIA GPUs of compute capability 9.0, not of {target}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 or float16, not {q.dtype}"
+def why_not(_: Target, call: Call) -> str | None:
+    """Why the kernels cannot serve a call of 16-bit operands, in one clause, or None when they can."""
+    q, v = call.q, call.v
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"the head size must be one of {SIZES}, not {q.shape[3]} for keys and {v.shape[3]} for values"
     if call.options.scale <= 0:

@@ -17,13 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.call import Mask, Options
 from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
 from pallas_kernels.attention.mosaic_sm90.rows import Rows
 from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
-from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 

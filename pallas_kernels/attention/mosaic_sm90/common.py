@@ -10,8 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import dropout
-from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Mask, Options
 from pallas_kernels.attention.ranges import TILE, order_of_all
 
 LOG2E = math.log2(math.e)

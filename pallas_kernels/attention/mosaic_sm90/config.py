@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Options
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240

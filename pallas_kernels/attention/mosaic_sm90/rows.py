@@ -7,8 +7,8 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.mosaic_sm90.common import MASKED, ROWS, WARPGROUP_ROWS, broadcast_rows
-from pallas_kernels.attention.options import Options
 
 
 class Rows(NamedTuple):

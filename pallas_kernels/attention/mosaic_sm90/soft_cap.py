@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E
-from pallas_kernels.attention.options import Options
 
 _LARGEST = 30.0
 """Largest argument of exp2: tanh is 1 in float32 from 26 on, and four such exponentials do not overflow."""

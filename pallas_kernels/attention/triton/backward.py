@@ -18,8 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Cotangents, Operands, Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, queries_of, visit

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention import dropout
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.triton.config import Tiles
 from pallas_kernels.attention.triton.loads import Ref
 

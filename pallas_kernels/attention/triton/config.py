@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.triton.loads import padded
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.triton.loads import Ref, load_numbers
 
 Carry = TypeVar("Carry")

@@ -12,14 +12,16 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
-from pallas_kernels.glu.lora.implementations import REGISTRY, Case
+from pallas_kernels.float8.triton import MOST_JOINED, too_wide
+from pallas_kernels.glu.lora import config, triton, xla
 from pallas_kernels.glu.reference import ACTIVATIONS
+from pallas_kernels.tiles import RANKS
 from pallas_kernels.transformations import with_automatic_axes
 
 
@@ -82,11 +84,9 @@ def glu_lora_forward(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    wide = product_of(gate_up)
-    ranks = _check("glu_lora_forward", wide, inner, down_A, activation)
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, rounded)
-    chosen = REGISTRY[REGISTRY.choose(case, implementation)]
-    return chosen.forward(gate_up, inner, down_A, activation, rounded)
+    facts = _checked("glu_lora_forward", product_of(gate_up), inner, down_A, activation)
+    chosen = REGISTRY.chosen(implementation, **facts, float8=rounded)
+    return chosen.forward(gate_up, *(inner or (None, None)), down_A, activation, rounded)
 
 
 def glu_lora_backward(
@@ -118,21 +118,20 @@ def glu_lora_backward(
     """
     down_A, dproducts = (None, None) if down is None else down
     below, wide = product_of(dh), product_of(gate_up)
-    ranks = _check("glu_lora_backward", wide, inner, down_A, activation)
+    facts = _checked("glu_lora_backward", wide, inner, down_A, activation)
     if below.shape != (wide.shape[0], wide.shape[1] // 2) or below.dtype != wide.dtype:
         raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {below}")
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation)
-    chosen = REGISTRY[REGISTRY.choose(case, implementation)]
+    chosen = REGISTRY.chosen(implementation, **facts)
     gradients = with_automatic_axes(
         lambda *operands: chosen.backward(*operands, activation, with_h, with_absmax),
-        *(gate_up, inner, dh, down_A, dproducts),
+        *(gate_up, *(inner or (None, None)), dh, down_A, dproducts),
         rows_like=(below, below, None, None, below),
     )
     return Gradients(*gradients)
 
 
-def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:
-    """The ranks of the adapters of gate and up, and of down."""
+def _checked(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> dict[str, Any]:
+    """The facts of a call whose operands fit; `ranks` are those of gate and up, and of down, 0 for none."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(sorted(ACTIVATIONS))}, got {activation!r}")
     if gate_up.ndim != 2 or gate_up.shape[1] % 2:
@@ -150,4 +149,36 @@ def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tu
     others = [array for array in (*(inner or ()), down_A) if array is not None]
     if any(array.dtype != gate_up.dtype for array in others):
         raise ValueError(f"{op}: all operands must have one dtype, got {[str(a.dtype) for a in (gate_up, *others)]}")
-    return (0 if inner is None else inner.lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])
+    ranks = (0 if inner is None else inner.lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])
+    return {"shape": gate_up.shape, "dtype": gate_up.dtype, "ranks": ranks, "activation": activation}
+
+
+def _why_not_triton(
+    device: Target,
+    shape: tuple[int, ...],
+    ranks: tuple[int, int],
+    activation: str,
+    float8: bool = False,
+    **facts,
+) -> str | None:
+    rows, features = shape[0], shape[1] // 2
+    if float8 and (reason := device.lacks((8, 9), what="float8") or too_wide(features, MOST_JOINED)):
+        return reason
+    if activation not in config.ACTIVATIONS:
+        return f"Pallas-Triton has no {activation}"
+    most = config.largest_rank(device.compute_capability or (8, 0))
+    if not {0, *RANKS}.issuperset(ranks) or max(ranks) > most:
+        return f"it serves ranks {list(RANKS)} up to {most} on {device}, not {max(ranks)}"
+    if rows % config.TILE or features % config.TILE:
+        return f"it takes whole tiles of {config.TILE}, not {rows} tokens by {features} features"
+    return None
+
+
+#: forward(gate_up, products, lora_B, down_A, activation, rounded) -> (h, h·Aᵀ or None)
+#: backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, with_h, with_absmax)
+#:     -> what `Gradients` holds
+REGISTRY = triton_or_xla(
+    "glu.lora",
+    Implementation(triton.forward, triton.backward, dtypes=HALF, why_not=_why_not_triton),
+    Implementation(xla.forward, xla.backward),
+)

@@ -16,10 +16,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.float8.config import join_config
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.float8.scaled import Rounded, Scaled, Thin, product_of, thin, thin_values_at
 from pallas_kernels.float8.scales import exponent_of, scale_of
 from pallas_kernels.float8.triton import Blocks, join_blocks
+from pallas_kernels.glu.lora import config
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
 
@@ -53,11 +54,12 @@ def forward(
     lora_B: Array | None,
     down_A: Array | None,
     activation: str,
-    tiles: Tiles,
-    interpret: bool = False,
     rounded: bool = False,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
 ) -> tuple[Array | Rounded, Array | None]:
     """The gated product h; h·Aᵀ or None."""
+    tiles = tiles or config.forward_config(compute_capability(), _largest_rank(lora_B, down_A))
     scales, [gate_up] = thin([gate_up])
     (rows, width), dtype = product_of(gate_up).shape, product_of(gate_up).dtype
     features = width // 2
@@ -74,8 +76,12 @@ def forward(
         name="glu_lora_forward",
     )(gate_up, products, lora_B, down_A, scales)
     if rounded:
-        h = join_blocks(h, config=join_config(features), interpret=interpret)
+        h = join_blocks(h, interpret=interpret)
     return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype)
+
+
+def _largest_rank(lora_B: Array | None, down_A: Array | None) -> int:
+    return max(0 if lora_B is None else lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])
 
 
 def _blocks(rows: int, width: int, tiles: Tiles) -> Any:
@@ -130,12 +136,13 @@ def backward(
     down_A: Array | None,
     dproducts: Array | None,
     activation: str,
-    tiles: Tiles,
     with_h: bool = False,
     with_absmax: bool = False,
+    tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
     """The gradients of `gate_up` in the dtype of dh, h or None, those of B or None, of A or None, absmax or None."""
+    tiles = tiles or config.backward_config(compute_capability(), _largest_rank(lora_B, down_A))
     scales, [gate_up, dh] = thin([gate_up, dh])
     rows, features = product_of(dh).shape
     loop = divisor(rows // tiles.rows, tiles.loop)

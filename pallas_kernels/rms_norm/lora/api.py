@@ -17,15 +17,17 @@ Implementations, in order of preference:
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, low_rank
+from pallas_kernels import low_rank
+from pallas_kernels.dispatch import Implementation, Target, triton_or_xla
 from pallas_kernels.float8.scaled import Rounded
-from pallas_kernels.rms_norm.lora.implementations import REGISTRY, ROUND
+from pallas_kernels.float8.triton import MOST_COLUMNS, too_wide
+from pallas_kernels.rms_norm.lora import triton, xla
 from pallas_kernels.rms_norm.xla import scale_of
 from pallas_kernels.transformations import number, with_automatic_axes
 
@@ -93,8 +95,8 @@ def rms_norm_lora_round(
             f"[R, {width[0]}], got {list(weight.shape)} and {lora_A.dtype}{list(lora_A.shape)}"
         )
     offset = number("rms_norm_lora_round", "offset", offset)
-    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, lora_A.shape[0], float8=True)
-    return ROUND[ROUND.choose(case, implementation)].forward(x, weight, lora_A, eps, offset)
+    chosen = ROUND.chosen(implementation, **_facts(x, lora_A), float8=True)
+    return chosen.forward(x, weight, lora_A, eps, offset)
 
 
 def rms_norm_lora_backward(
@@ -127,8 +129,7 @@ def rms_norm_lora_backward(
             f"shape and products of [{x.shape[0]}, {rank}], got {wide} and {thin}"
         )
     offset = number("rms_norm_lora_backward", "offset", offset)
-    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, rank)
-    forward = REGISTRY[REGISTRY.choose(case, implementation)].forward
+    forward = REGISTRY.chosen(implementation, **_facts(x, lora_A)).forward
     return with_automatic_axes(
         functools.partial(_backward, forward, offset), normed, lora_A, gradients, rows_like=(x, None, None)
     )
@@ -144,3 +145,32 @@ def _backward(forward, offset: float, normed: Normed, lora_A: Array, gradients: 
     dx, dA = forward(x, scale, rstd, mean, lora_A, *gradients)
     through = jnp.dot(gradients.products, lora_A, precision="highest", preferred_element_type=jnp.float32)
     return dx, jnp.sum((wide_normed + through) * unit, axis=0), dA
+
+
+def _facts(x: Array, lora_A: Array) -> dict[str, Any]:
+    return {"rows": x.shape[0], "parts": x.shape[1:], "dtype": x.dtype, "rank": lora_A.shape[0]}
+
+
+def _why_not_triton_round(device: Target, **facts) -> str | None:
+    return low_rank.INPUT["triton"].reason(device, **facts) or too_wide(facts["parts"][0], MOST_COLUMNS)
+
+
+def _round_by_triton(
+    x: Array, weight: Array, lora_A: Array, eps: ArrayLike, offset: float
+) -> tuple[Rounded, Array, Array]:
+    rows, rstd = triton.round_rows(x, weight, eps, offset)
+    scaled_A = (lora_A.astype(jnp.float32) * scale_of(weight, offset, 2)).astype(x.dtype)
+    return rows, triton.products(x, rstd, scaled_A), rstd
+
+
+#: forward(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts) -> (gradient of x, of lora_A); `scale` is the
+#: weight with its offset, `mean` that of g·x·rstd.
+REGISTRY = triton_or_xla(
+    "rms_norm.lora", low_rank.INPUT["triton"]._replace(forward=triton.backward), Implementation(xla.backward)
+)
+#: forward(x, weight, lora_A, eps, offset) -> (normalised rows in float8, rank products, rstd)
+ROUND = triton_or_xla(
+    "rms_norm.lora_round",
+    Implementation(_round_by_triton, why_not=_why_not_triton_round),
+    Implementation(xla.round_rows),
+)

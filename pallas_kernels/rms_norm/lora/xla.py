@@ -1,4 +1,4 @@
-"""A norm before LoRA adapters by XLA, on every device; arguments as in `implementations`."""
+"""A norm before LoRA adapters by XLA, on every device; arguments as in `api`."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -10,13 +10,15 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import low_rank
+from pallas_kernels.dispatch import Implementation, Target, triton_or_xla
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
-from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
+from pallas_kernels.split_rope.lora import triton, xla
 from pallas_kernels.transformations import with_automatic_axes
 
 
@@ -63,9 +65,9 @@ def split_rope_lora_forward(
     """
     large = product_of(base)
     _check("split_rope_lora_forward", large, products, lora_B, cos, sin, heads)
-    chosen = REGISTRY.choose(_case(large, lora_B, cos, heads), implementation)
+    chosen = REGISTRY.chosen(implementation, **_facts(large, lora_B, cos, heads))
     return with_automatic_axes(
-        lambda *operands: REGISTRY[chosen].forward(*operands, heads),
+        lambda *operands: chosen.forward(*operands, heads),
         *(base, products, lora_B, cos, sin),
         rows_like=large,
     )
@@ -106,17 +108,18 @@ def split_rope_lora_backward(
         raise ValueError(
             f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
         )
-    chosen = REGISTRY.choose(_case(dq, lora_B, cos, heads), implementation)
+    chosen = REGISTRY.chosen(implementation, **_facts(dq, lora_B, cos, heads))
     found = with_automatic_axes(
-        lambda *operands: REGISTRY[chosen].backward(*operands, heads, rounded),
+        lambda *operands: chosen.backward(*operands, heads, rounded),
         *(dq, dk, dv, products, lora_B, cos, sin),
         rows_like=(dq, dq, None, dq),
     )
     return Gradients(*found)
 
 
-def _case(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> Case:
-    return Case(dispatch.target(), array.shape[0], heads, 2 * cos.shape[-1], array.dtype, lora_B.shape[1])
+def _facts(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> dict[str, Any]:
+    size, rows, rank = 2 * cos.shape[-1], array.shape[0], lora_B.shape[1]
+    return {"rows": rows, "heads": heads, "size": size, "dtype": array.dtype, "rank": rank}
 
 
 def _check(op: str, base, products, lora_B, cos, sin, heads) -> None:
@@ -136,3 +139,21 @@ def _check(op: str, base, products, lora_B, cos, sin, heads) -> None:
     if not base.dtype == products.dtype == lora_B.dtype:
         given = [str(array.dtype) for array in (base, products, lora_B)]
         raise ValueError(f"{op}: base, products and lora_B must have one dtype, got {given}")
+
+
+def _why_not_triton(device: Target, heads: tuple[int, int], size: int, **facts) -> str | None:
+    parts = tuple(count * size for count in (heads[0], heads[1], heads[1]))
+    if reason := low_rank.ADD["triton"].reason(device, parts=parts, **facts):
+        return reason
+    return None if size in triton.SIZES else f"it serves head sizes {list(triton.SIZES)}, not {size}"
+
+
+#: forward(base, products, lora_B, cos, sin, heads) -> (queries, keys, values)
+#: backward(dq, dk, dv, products, lora_B, cos, sin, heads, rounded) -> what `Gradients` holds
+REGISTRY = triton_or_xla(
+    "split_rope.lora",
+    Implementation(triton.forward, functools.partial(xla.backward, implementation=None), why_not=_why_not_triton),
+    Implementation(
+        functools.partial(xla.forward, implementation="xla"), functools.partial(xla.backward, implementation="xla")
+    ),
+)

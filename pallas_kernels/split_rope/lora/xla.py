@@ -1,13 +1,12 @@
-"""The sums of `low_rank` and the turn of `split_rope`, one after the other; arguments as in `implementations`."""
+"""The sums of `low_rank` and the turn of `split_rope`, one after the other; arguments as in `api`."""
 
 import math
 
 from jax import Array
 
-from pallas_kernels import dispatch
 from pallas_kernels.float8.scaled import Rounded, Scaled
 from pallas_kernels.low_rank import low_rank_add, low_rank_output_gradients
-from pallas_kernels.split_rope.implementations import REGISTRY, Case
+from pallas_kernels.split_rope import REGISTRY
 
 
 def forward(
@@ -22,7 +21,7 @@ def forward(
     """Queries and keys, turned, and values; both steps by `implementation`."""
     parts = _parts(products, lora_B, heads, 2 * cos.shape[1])
     y = low_rank_add(base, products, lora_B, parts=parts, implementation=implementation)
-    turn = _chosen(y, heads, 2 * cos.shape[1], implementation)
+    turn = REGISTRY.chosen(implementation, dtype=y.dtype, size=2 * cos.shape[1])
     q, k, v = turn.forward(y[None], (cos[None], sin[None]), None, heads, False)
     q, k, v = (part.reshape(y.shape[0], math.prod(part.shape[2:])) for part in (q, k, v))
     return q, k, v
@@ -42,7 +41,7 @@ def backward(
 ) -> tuple[Array, Array, Array, Rounded | None]:
     """The gradients of base, products and B, and the first in float8; by `implementation`, or by each step's choice."""
     (rows, size), (queries, keys) = (dq.shape[0], 2 * cos.shape[1]), heads
-    turn = _chosen(dq, heads, size, implementation)
+    turn = REGISTRY.chosen(implementation, dtype=dq.dtype, size=size)
     by_head = tuple(array.reshape(1, rows, count, size) for array, count in ((dq, queries), (dk, keys), (dv, keys)))
     [dbase], absmax = turn.backward(by_head, (cos[None], sin[None]), None, False, rounded)
     parts, absmax = _parts(products, lora_B, heads, size), None if absmax is None else absmax[0]
@@ -50,10 +49,6 @@ def backward(
         dbase, products, lora_B, parts=parts, absmax=absmax, implementation=implementation
     )
     return dbase, *found
-
-
-def _chosen(array: Array, heads: tuple[int, int], size: int, implementation: str | None) -> dispatch.Implementation:
-    return REGISTRY[REGISTRY.choose(Case(dispatch.target(), array.dtype, heads, size), implementation)]
 
 
 def _parts(products: Array, lora_B: Array, heads: tuple[int, int], size: int) -> tuple[int, ...]:

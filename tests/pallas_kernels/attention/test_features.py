@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import api, attention, config, segment_ranges, xla
-from pallas_kernels.attention.implementations import on_ranges
+from pallas_kernels.attention.api import on_ranges
 from tests.support.attention import PACKED, assert_close, expected, gradients, inputs, once, oracle, value_and_gradients
 
 # Keys for PACKED's queries: a first document that is shorter, a second that no key belongs to, a third that is longer.
@@ -181,7 +181,7 @@ class RangesAlone:
     def __init__(self):
         self.calls = []
 
-    def why_not(self, call):
+    def why_not(self, _, call):
         assert call.disorder is None
         rate = call.options.dropout_rate
         return f"it has no dropout, not {rate}" if rate else None

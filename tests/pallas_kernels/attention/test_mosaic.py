@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention, mosaic_sm90, segment_ranges
-from pallas_kernels.attention.implementations import REGISTRY, on_ranges
+from pallas_kernels.attention.api import REGISTRY, on_ranges
 from pallas_kernels.attention.mosaic_sm90.config import DkvConfig, DqConfig, ForwardConfig
 from tests.support.attention import QUICK, expected
 from tests.support.interpreter import mosaic_interpreter

@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import mosaic_sm90
-from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.call import Cotangents, Mask, Operands, Options
 from pallas_kernels.attention.ranges import TILE, SegmentRanges
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin

@@ -161,7 +161,7 @@ def test_an_implementation_for_all_calls_that_name_none():
 
 def test_a_forced_kernel_for_another_card_says_why_not():
     with pytest.raises(
-        NotImplementedError, match="'mosaic' cannot serve .* compute capability 9.0, not of NVIDIA A100"
+        NotImplementedError, match="'mosaic' cannot serve .* compute capability 9.0, the target is NVIDIA A100"
     ):
         chosen("NVIDIA A100-SXM4-80GB", implementation="mosaic")
 
@@ -169,7 +169,7 @@ def test_a_forced_kernel_for_another_card_says_why_not():
 @pytest.mark.parametrize(
     "kind, changes, reason",
     [
-        ("Tesla T4", {}, "compute capability 8.0 or more, not Tesla T4 .cuda, compute capability 7.5."),
+        ("Tesla T4", {}, "compute capability 8.0 or more, the target is Tesla T4 .cuda, compute capability 7.5."),
         ("NVIDIA H200", {"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
         ("NVIDIA H200", {"shape": (2, 64, 8, 20)}, "multiple of 8 and at most 256 .* not 20"),
         ("NVIDIA A100-SXM4-80GB", {"shape": (2, 64, 8, 136)}, "at most 128 .* not 136"),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.mosaic_sm90 import soft_cap
-from pallas_kernels.attention.options import Options
 
 OPERATIONS = {
     "mul": lambda a, b: a * b,

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention, config, segment_ranges, triton
-from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import REGISTRY, on_ranges
-from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.operands import Cotangents, Operands
-from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.api import REGISTRY, on_ranges
+from pallas_kernels.attention.call import Call, Cotangents, Mask, Operands, Options
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig
 from pallas_kernels.dispatch import Target
 from tests.support.attention import QUICK, expected, gradients, inputs
@@ -67,7 +64,7 @@ def interpreted(monkeypatch):
     """The implementation "triton" on CPU, with small tiles."""
     run = {"config": SMALL, "interpret": True}
     module = types.SimpleNamespace(
-        why_not=lambda call: None,
+        why_not=lambda device, call: None,
         forward=functools.partial(triton.forward, **run),
         backward=functools.partial(triton.backward, **run),
     )
@@ -160,8 +157,8 @@ def test_hidden_tiles_are_not_read(options, documents, keys, queries):
 @pytest.mark.parametrize(
     "target, change, reason",
     [
-        (Target("cpu", "cpu", None, None), {}, r"compute capability 8.0 or more, not cpu \(cpu\)"),
-        (Target("cuda", "Tesla T4", (7, 5), 40), {}, "8.0 or more, not Tesla T4"),
+        (Target("cpu", "cpu", None, None), {}, r"compute capability 8.0 or more, the target is cpu \(cpu\)"),
+        (Target("cuda", "Tesla T4", (7, 5), 40), {}, "8.0 or more, the target is Tesla T4"),
         (A100, {"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
         (A100, {"size": 264}, "queries and keys must be a multiple of 8 and at most 256, not 264"),
         (A100, {"value_size": 12}, "values must be a multiple of 8 and at most 256, not 12"),
@@ -170,5 +167,5 @@ def test_hidden_tiles_are_not_read(options, documents, keys, queries):
 )
 def test_what_is_not_served_has_a_reason(target, change, reason):
     q, k, v, _ = inputs(**({"dtype": jnp.bfloat16} | change))
-    found = triton.why_not(Call(target, q, k, v, Options(1.0)))
+    found = REGISTRY["triton"].reason(target, call=Call(q, k, v, Options(1.0)), dtype=q.dtype)
     assert found is None if reason is None else re.search(reason, found)

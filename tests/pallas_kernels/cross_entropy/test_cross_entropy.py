@@ -17,8 +17,7 @@ from pallas_kernels.cross_entropy import (
     token_log_probs,
     triton,
 )
-from pallas_kernels.cross_entropy.config import Tiles
-from pallas_kernels.cross_entropy.implementations import REGISTRY
+from pallas_kernels.cross_entropy.chunks import REGISTRY
 from pallas_kernels.cross_entropy.reference import cross_entropy
 from pallas_kernels.cross_entropy.rows import Options, sums_of
 
@@ -205,7 +204,7 @@ def test_rows_of_the_triton_kernel(vocab, columns, options):
     targets = rng.integers(20, vocab, (2, 5)).astype(np.int32)
     targets[0, :2] = IGNORE_INDEX, 0
     products[0, 2], targets[0, 2] = 3.0, 32  # the first word of its block, and as large as those before
-    given = jnp.asarray(products), jnp.asarray(targets), options, Tiles(columns, 1, 1)
+    given = jnp.asarray(products), jnp.asarray(targets), options, columns
     rows, gradient = triton.backward(*given, interpret=True)
 
     def loss(products):

@@ -1,15 +1,14 @@
 """The gated product between adapters: XLA against float64 by differentiation, Triton in the interpreter against XLA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.float8 import Scaled, matmul, quantize_rows
 from pallas_kernels.glu.lora import (
-    REGISTRY,
-    Case,
     Inner,
     config,
     glu_lora_backward,
@@ -66,10 +65,6 @@ def results(gate_up, products, b, dh, a, dproducts, activation, implementation=N
     return h, down_products, *backward
 
 
-def why_not_triton(*case):
-    return REGISTRY.reasons(Case(dispatch.target(), *case))["triton"]
-
-
 def close(found, expected, tolerance):
     """By the norm of the difference; None in the same places."""
     for ours, theirs in zip(found, expected, strict=True):
@@ -98,9 +93,9 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
     rank = rank_of(arrays)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
-    forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
-    options = {"with_h": not rank, "interpret": True}
-    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], **options)
+    forward = triton.forward(gate_up, products, b, a, activation, tiles=tiles[0], interpret=True)
+    options = {"with_h": not rank, "tiles": tiles[1], "interpret": True}
+    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, activation, **options)
     # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
@@ -110,9 +105,9 @@ def test_a_run_of_several_tiles_is_added_up():
     arrays = gate_up, products, b, dh, a, dproducts = operands(
         16, False, 16, jnp.bfloat16, rows=5 * 64, features=3 * 64
     )
-    tiles = config.Tiles(64, 64, 2, 4, 1)
-    forward = triton.forward(gate_up, products, b, a, "silu", tiles, True)
-    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
+    options = {"activation": "silu", "tiles": config.Tiles(64, 64, 2, 4, 1), "interpret": True}
+    forward = triton.forward(gate_up, products, b, a, **options)
+    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, **options)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
@@ -126,15 +121,17 @@ def test_scales_that_are_left_to_the_reader_change_no_bit(case):
     options = {"activation": "silu", "implementation": "xla"}
     expected = glu_lora_forward(plain, inner, a, **options)
     jax.tree.map(np.testing.assert_array_equal, glu_lora_forward(gate_up, inner, a, **options), expected)
-    found, expected = (triton.forward(x, products, b, a, "silu", tiles[0], True) for x in (gate_up, plain))
+    found, expected = (
+        triton.forward(x, products, b, a, "silu", tiles=tiles[0], interpret=True) for x in (gate_up, plain)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     down = None if a is None else (a, dproducts)
     options = {"activation": "silu", "with_h": not rank, "implementation": "xla"}
     expected = glu_lora_backward(plain, inner, plain_dh, down, **options)
     jax.tree.map(np.testing.assert_array_equal, glu_lora_backward(gate_up, inner, dh, down, **options), expected)
-    options = {"with_h": not rank, "interpret": True}
-    found = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles[1], **options)
-    expected = triton.backward(plain, products, b, plain_dh, a, dproducts, "silu", tiles[1], **options)
+    options = {"with_h": not rank, "tiles": tiles[1], "interpret": True}
+    found = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", **options)
+    expected = triton.backward(plain, products, b, plain_dh, a, dproducts, "silu", **options)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -146,10 +143,10 @@ def test_the_largest_of_each_row_of_the_gradient_is_that_of_what_is_written(case
     inner, down = None if products is None else Inner(products, b), None if a is None else (a, dproducts)
     tiles, options = config.backward_config((9, 0), rank_of(arrays)), {"activation": "silu", "implementation": "xla"}
     without = glu_lora_backward(gate_up, inner, dh, down, **options)
-    by_triton = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
+    kernel = functools.partial(triton.backward, activation="silu", tiles=tiles, interpret=True)
     for found, plain in (
         (glu_lora_backward(gate_up, inner, dh, down, with_absmax=True, **options), without),
-        (triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, False, True, True), by_triton),
+        tuple(kernel(gate_up, products, b, dh, a, dproducts, with_absmax=widest) for widest in (True, False)),
     ):
         jax.tree.map(np.testing.assert_array_equal, found[:4], tuple(plain[:4]))
         assert plain[4] is None and found[4].dtype == jnp.float32
@@ -168,8 +165,8 @@ def test_h_in_float8_is_h_with_its_rows_rounded(case):
     plain = glu_lora_forward(gate_up, inner, a, **options)
     found = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
     jax.tree.map(np.testing.assert_array_equal, found, (quantize_rows(plain[0]), plain[1]))
-    plain = triton.forward(gate_up, products, b, a, "silu", tiles, True)
-    h, through = triton.forward(gate_up, products, b, a, "silu", tiles, True, True)
+    kernel = functools.partial(triton.forward, gate_up, products, b, a, "silu", tiles=tiles, interpret=True)
+    plain, (h, through) = kernel(), kernel(rounded=True)
     jax.tree.map(np.testing.assert_array_equal, through, plain[1])
     expected = quantize_rows(plain[0])
     np.testing.assert_array_equal(h.scales, expected.scales)
@@ -183,7 +180,7 @@ def test_h_that_is_not_finite_stays_so_in_float8():
     tiles = config.forward_config((9, 0), 0)
     for h in (
         glu_lora_forward(gate_up, None, None, activation="silu", rounded=True)[0],
-        triton.forward(gate_up, None, None, None, "silu", tiles, True, True)[0],
+        triton.forward(gate_up, None, None, None, "silu", True, tiles, True)[0],
     ):
         product = matmul(*h, *quantize_rows(jnp.ones((16, 128), jnp.bfloat16)))
         assert np.isfinite(np.asarray(product, np.float32)).all(1).tolist() == [False] * 2 + [True] * 62
@@ -219,35 +216,11 @@ def test_nothing_spills_in_float8(card, rank, tmp_path):
 def test_nothing_spills(card, rank, tmp_path):
     aot = AOT(card)
     if rank > config.largest_rank(aot.card.capability):
-        with aot.tracing():
-            assert "ranks" in why_not_triton((8192, 28672), jnp.bfloat16, (rank, rank), "silu")
-        return
+        return  # refused, as test_dispatch says
     make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
     specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
     found = of_triton(aot, lambda *arrays: results(*arrays, "silu", "triton"), *specs, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
-
-
-def test_what_triton_leaves_to_xla_and_why():
-    aot = AOT("h200") if needs_cuda_plugin.args[0] is False else None
-    if aot is None:
-        assert "compute capability 8.0" in why_not_triton((64, 128), jnp.bfloat16, (16, 16), "silu")
-        return
-    with aot.tracing():
-        assert why_not_triton((8192, 256), jnp.bfloat16, (16, 64), "silu") is None
-        assert "float32" in why_not_triton((8192, 256), jnp.float32, (16, 16), "silu")
-        assert "no gelu" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "gelu")
-        assert "not 130" in why_not_triton((8192, 256), jnp.bfloat16, (16, 130), "silu")
-        assert why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True) is None
-        assert why_not_triton((64, 2 * 65536), jnp.bfloat16, (16, 16), "silu", True) is None
-        assert "up to 65536 features" in why_not_triton((64, 2 * 65600), jnp.bfloat16, (16, 16), "silu", True)
-        assert "whole tiles of 64" in why_not_triton((8190, 256), jnp.bfloat16, (16, 16), "silu")
-
-
-@needs_cuda_plugin
-def test_float8_on_a_card_without_it_is_refused_by_its_reason():
-    with AOT("a100-80").tracing():
-        assert "compute capability 8.9" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True)
 
 
 def test_ranks_are_padded_to_what_kernels_serve():

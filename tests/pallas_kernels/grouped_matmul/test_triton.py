@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx, triton
 from pallas_kernels.grouped_matmul.config import TritonConfig
-from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL, Case
 from tests.pallas_kernels.grouped_matmul import exact
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -96,19 +94,3 @@ def test_nothing_spills(card, few, tmp_path):
     used = resources.of_triton(aot, products, *specs, of((m, 16)), of((x, n, 16)), of((x, 16, k)), folder=tmp_path)
     if used is not None:
         assert used.spill_bytes == used.stack_bytes == 0
-
-
-@needs_cuda_plugin
-@pytest.mark.parametrize(
-    "card, chosen", [("h200", "mosaic"), ("b200", "triton"), ("a100-80", "triton"), ("4090", "triton")]
-)
-def test_the_card_chooses(card, chosen):
-    with AOT(card).tracing():
-        target = dispatch.target()
-    for registry in (MATMUL, DX, DW):
-        for dtype in (jnp.bfloat16, jnp.float16):
-            assert registry.choose(Case(target, 64, (4, 40, 72), (dtype, dtype)), None) == chosen
-        assert registry.choose(Case(target, 64, (4, 40, 72), (jnp.float32, jnp.float32)), None) == "xla"
-        old = dispatch.Target("cuda", "Tesla T4", (7, 5), 40)
-        reason = registry.reasons(Case(old, 64, (4, 40, 72), (jnp.float16, jnp.float16)))["triton"]
-        assert reason is not None and "compute capability 8.0 or more" in reason

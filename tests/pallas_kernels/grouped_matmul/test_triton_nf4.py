@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, nf4
+from pallas_kernels import nf4
 from pallas_kernels.grouped_matmul import grouped_nf4_matmul, triton_nf4
 from pallas_kernels.grouped_matmul.config import NF4_MOST_ROWS, NF4Config
-from pallas_kernels.grouped_matmul.nf4 import REGISTRY, Case
+from pallas_kernels.grouped_matmul.nf4 import REGISTRY
 from tests.pallas_kernels.grouped_matmul import exact
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -93,13 +93,10 @@ def test_compiled(card, gradient, tmp_path):
 
 @needs_cuda_plugin
 def test_who_is_chosen():
+    few = {"rows": 4 * NF4_MOST_ROWS, "shape": (4, 64, 128), "dtype": jnp.bfloat16}
     with AOT("a100-80").tracing():
-        target = dispatch.target()
-    few, shape = Case(target, 4 * NF4_MOST_ROWS, (4, 64, 128), jnp.bfloat16), (256, 4096, 14336)
-    assert REGISTRY.choose(few, None) == "triton"
-    assert REGISTRY.choose(few._replace(rows=few.rows + 1), None) == "decode_first"
-    assert REGISTRY.choose(few._replace(dtype=jnp.float32), None) == "decode_first"
-    assert "less than 2 GiB of codes" in str(REGISTRY.reasons(few._replace(shape=shape))["triton"])
+        assert REGISTRY.choose(None, **few) == "triton"
+        assert REGISTRY.choose(None, **few | {"rows": few["rows"] + 1}) == "decode_first"
 
 
 def test_refusals(packed):

@@ -7,21 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.float8 import Scaled, quantize_rows
 from pallas_kernels.low_rank import (
-    ADD,
-    INPUT,
-    OUTPUT,
-    ROUND,
-    Case,
     config,
     low_rank_add,
     low_rank_input_gradients,
     low_rank_output_gradients,
     low_rank_round_rows,
     reference,
-    rounding,
     triton,
 )
 from pallas_kernels.tiles import RANKS
@@ -133,8 +126,8 @@ def test_rows_are_rounded_bit_for_bit_where_their_products_are_made(parts, rank)
     tiles = config.round_config(rank)
     for products, rows in (
         low_rank_round_rows(dy, absmax, b, parts=parts, implementation="xla"),
-        rounding.round_rows(dy, absmax, b, parts, tiles, True),
-        rounding.round_rows(dy, absmax, b, parts, dataclasses.replace(tiles, columns=32, loop=2), True),
+        triton.round_rows(dy, absmax, b, parts, tiles, True),
+        triton.round_rows(dy, absmax, b, parts, dataclasses.replace(tiles, columns=32, loop=2), True),
     ):
         jax.tree.map(np.testing.assert_array_equal, rows, expected)
         assert products.dtype == dy.dtype
@@ -216,33 +209,6 @@ def test_nothing_spills(card, rank, tmp_path):
     chosen = None if rank > config.LARGEST_OUTPUT_RANK else "triton"
     found = of_triton(aot, lambda *arrays: results(arrays, parts, chosen), *specs, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
-
-
-@needs_cuda_plugin
-def test_what_triton_leaves_to_xla_and_why():
-    with AOT("h200").tracing():
-        target = dispatch.target()
-        assert ADD.reasons(Case(target, 64, (128,), jnp.bfloat16, 128))["triton"] is None
-        assert "float32" in ADD.reasons(Case(target, 64, (128,), jnp.float32, 16))["triton"]
-        assert "not 48" in INPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
-        assert "not 64 tokens by [128, 96]" in ADD.reasons(Case(target, 64, (128, 96), jnp.bfloat16, 16))["triton"]
-        assert ROUND.reasons(Case(target, 64, (128, 64), jnp.bfloat16, 128, True))["triton"] is None
-        assert "not 48" in ROUND.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
-        assert "second pass over dy" in OUTPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 64))["triton"]
-
-
-@needs_cuda_plugin
-def test_float8_on_a_card_without_it_is_refused_by_its_reason():
-    with AOT("a100-80").tracing():
-        case = Case(dispatch.target(), 64, (128,), jnp.bfloat16, 16, float8=True)
-        for registry in (ROUND, OUTPUT):
-            assert "compute capability 8.9" in registry.reasons(case)["triton"]
-
-
-def test_a_forced_implementation_is_never_another():
-    arrays = operands((64,), 16, jnp.float32)
-    with pytest.raises(NotImplementedError, match="'triton' cannot serve this call"):
-        results(arrays, (64,), "triton")
 
 
 @pytest.mark.parametrize(

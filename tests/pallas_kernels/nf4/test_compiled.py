@@ -10,9 +10,9 @@ import pytest
 from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4 import config, mosaic_sm90
-from pallas_kernels.nf4.shapes import BENCHMARK
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.matrices import BENCHMARK
 
 pytestmark = [pytest.mark.aot, needs_cuda_plugin]
 

@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, nf4
+from pallas_kernels import nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, reference, triton
 from pallas_kernels.nf4.codebook import num_blocks
-from pallas_kernels.nf4.shapes import IRREGULAR, WHOLE_ROWS
 from tests.support.interpreter import mosaic_interpreter
+from tests.support.matrices import IRREGULAR, WHOLE_ROWS
 
 DTYPES = [jnp.dtype(name) for name in ("bfloat16", "float16", "float32")]
 WHOLE = [pytest.param(matrix.shape, id=matrix.name) for matrix in WHOLE_ROWS]
@@ -145,29 +145,6 @@ def test_bad_arguments_are_named():
         nf4.dequantize(codes, absmax, shape=(0, 64), dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"quant_map must be float32\[16\]"):
         nf4.dequantize(codes, absmax, **good, quant_map=jnp.zeros(15))
-
-
-def reasons(card, order="split", shape=(4096, 4096), quant_map=None):
-    """Why each implementation cannot serve a call on a card."""
-    from pallas_kernels.nf4.implementations import DEQUANTIZE, Decode
-
-    device = jax.sharding.AbstractDevice(device_kind=card, num_cores=None, platform="cuda")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        return DEQUANTIZE.reasons(Decode(dispatch.target(), shape, jnp.bfloat16, None, order, quant_map is None))
-
-
-def test_the_card_and_the_call_choose_the_implementation():
-    assert reasons("NVIDIA H200") == {"mosaic": None, "triton": None, "xla": None}
-    assert "compute capability 9.0" in reasons("NVIDIA B200")["mosaic"]
-    assert reasons("NVIDIA B200")["triton"] is None
-    assert reasons("NVIDIA A100-SXM4-80GB")["triton"] is None
-    assert "8.0 or more" in reasons("Tesla T4")["triton"]
-    assert "split order" in reasons("NVIDIA H200", order="bitsandbytes")["mosaic"]
-    assert "partial" in reasons("NVIDIA H200", shape=(7, 13))["triton"]
-    assert "quant_map" in reasons("NVIDIA H200", quant_map=jnp.zeros(16))["mosaic"]
-    few = reasons("NVIDIA H200", shape=(1, 64))
-    assert "at least 32 blocks" in few["mosaic"] and "at least 64 blocks" in few["triton"]
-    assert "known compute capability" in reasons("NVIDIA Z999")["triton"]
 
 
 def test_a_forced_kernel_never_becomes_another():

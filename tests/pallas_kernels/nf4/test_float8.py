@@ -6,13 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, nf4
+from pallas_kernels import nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, triton, triton_float8, triton_scales
-from pallas_kernels.nf4.implementations import FLOAT8, Decode, Float8
-from pallas_kernels.nf4.shapes import BENCHMARK, LLAMA_8B
+from pallas_kernels.nf4.implementations import FLOAT8
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
+from tests.support.matrices import BENCHMARK, LLAMA_8B
 
 SHAPE = (128, 192)
 
@@ -65,8 +65,7 @@ def test_triton_equals_the_definition(transposed):
     expected, scales = by_definition(codes, absmax, transposed)
     if transposed:
         scaled = (absmax / scales[None, ::64]).T
-        sizes = config.TransposedConfig(64, 4)
-        found = triton_float8.dequantize_transposed(codes, scaled, shape=SHAPE, config=sizes, interpret=True)
+        found = triton_float8.dequantize_transposed(codes, scaled, shape=SHAPE, rows=64, interpret=True)
     else:
         scaled = absmax / scales[:, None]
         options = {"dtype": jnp.float8_e4m3fn, "config": config.triton_config(jnp.float8_e4m3fn), "interpret": True}
@@ -91,22 +90,15 @@ def test_mosaic_transposed_equals_the_definition(shape, parts):
 def test_scales_of_rows(shape):
     _, absmax = packed(shape)
     _, scales = by_definition(np.zeros((shape[0], shape[1] // 2), np.uint8), absmax, False)
-    found = triton_scales.scale_rows(absmax, config=config.ScaleRowsConfig(8, 4), interpret=True)
+    found = triton_scales.scale_rows(absmax, interpret=True)
     assert_same(found, (absmax / scales[:, None], scales))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (37, 192), (500, 2560)])
 def test_transposed_absmax_and_largest_of_parts(shape):
     _, absmax = packed(shape)
-    found = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig(32, 32, 4), interpret=True)
-    assert_same(found, [absmax.T, largest_by_definition(absmax, 32)])
-
-
-@pytest.mark.parametrize("out", [1, 4096, 32768, 32772, 106496])
-def test_parts_of_many_rows_are_more(out):
-    """A program holds its part in registers; a warp of the decode reduces 32 parts at a time."""
-    parts = config.parts_config(out).parts
-    assert parts % 32 == 0 and -(-out // parts) <= 256
+    found = triton_scales.transpose_and_largest(absmax, interpret=True)
+    assert_same(found, [absmax.T, largest_by_definition(absmax, 128)])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -114,27 +106,13 @@ def test_scales_that_are_not_finite(transposed):
     """Infinite for NaN of either sign and for infinity, whatever a device makes of NaN in a maximum."""
     codes, absmax = packed((128, 256))
     absmax[3, 0], absmax[5, 1], absmax[7, 2] = np.nan, np.inf, -np.nan
-    rows = triton_scales.scale_rows(absmax, config=config.ScaleRowsConfig(8, 4), interpret=True)[1]
-    _, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig(32, 32, 4), interpret=True)
+    rows = triton_scales.scale_rows(absmax, interpret=True)[1]
+    _, largest = triton_scales.transpose_and_largest(absmax, interpret=True)
     columns = jnp.repeat(triton_scales.scales_of(jnp.max(largest, axis=1))[0], 64)
     _, scales = nf4.dequantize_float8(codes, absmax, shape=(128, 256), transposed=transposed)
     assert_same([scales], [np.asarray(columns if transposed else rows)])
     infinite = {0, 1, 2} if transposed else {3, 5, 7}
     assert set(np.flatnonzero(np.isinf(scales[::64] if transposed else scales)).tolist()) == infinite
-
-
-def test_what_mosaic_does_not_transpose():
-    hopper = dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132)
-
-    def why_not(shape, target=hopper):
-        case = Float8(Decode(target, shape, jnp.float8_e4m3fn, None, "split", True), True)
-        return FLOAT8.reasons(case)["mosaic"]
-
-    assert why_not((128, 256)) is None and why_not((140, 320)) is None
-    for shape in ((130, 256), (64, 256), (128, 192)):
-        reason = f"it transposes a multiple of 4 rows, 128×256 or more, this is {shape[0]}×{shape[1]}"
-        assert why_not(shape) == reason
-    assert "compute capability 9.0" in why_not((128, 256), hopper._replace(compute_capability=(8, 9)))
 
 
 def test_blocks_that_cross_rows_are_refused():
@@ -181,7 +159,7 @@ def test_mosaic_for_hopper(transposed, registers, tmp_path, monkeypatch):
 def test_every_implementation_on_the_card_is_bit_equal(shape, transposed):
     codes, absmax = packed(shape)
     expected = by_definition(codes, absmax, transposed)
-    case = Float8(Decode(dispatch.target(), shape, jnp.float8_e4m3fn, None, "split", True), transposed)
-    for name in [name for name, reason in FLOAT8.reasons(case).items() if reason is None]:
+    reasons = FLOAT8.reasons(shape=shape, transposed=transposed)
+    for name in [name for name, reason in reasons.items() if reason is None]:
         options = {"shape": shape, "transposed": transposed, "implementation": name}
         assert_same(jax.jit(lambda c, a, o=options: nf4.dequantize_float8(c, a, **o))(codes, absmax), expected, name)

@@ -12,7 +12,7 @@ import pytest
 from convert.formats.nf4 import encode, mean
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.cards import compute_capability_of
-from pallas_kernels.nf4.shapes import LLAMA_8B, WHOLE_ROWS
+from tests.support.matrices import LLAMA_8B, WHOLE_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -21,9 +21,10 @@ SHAPES = [pytest.param(matrix.shape, id=matrix.name) for matrix in (*WHOLE_ROWS,
 
 
 def implementations(shape):
-    from pallas_kernels.nf4.implementations import DEQUANTIZE, Decode
+    from pallas_kernels.nf4.implementations import DEQUANTIZE
 
-    reasons = DEQUANTIZE.reasons(Decode(dispatch.target(), shape, jnp.bfloat16, None, "split", own_map=True))
+    options = {"shape": shape, "dtype": jnp.bfloat16, "through": None, "order": "split", "own_map": True}
+    reasons = DEQUANTIZE.reasons(**options)
     return [name for name, reason in reasons.items() if reason is None]
 
 

@@ -11,7 +11,7 @@ import pytest
 from convert.formats import nf4 as nf4_file
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import reference
-from pallas_kernels.nf4.shapes import IRREGULAR, WHOLE_ROWS
+from tests.support.matrices import IRREGULAR, WHOLE_ROWS
 
 SHAPES = [pytest.param(matrix.shape, id=matrix.name) for matrix in WHOLE_ROWS + IRREGULAR]
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -1,25 +1,23 @@
 """A norm before adapters, by XLA and by Triton in the interpreter, against float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.float8 import quantize_rows
-from pallas_kernels.low_rank import Case
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.rms_norm.lora import (
     REGISTRY,
     ROUND,
     Gradients,
     Normed,
-    implementations,
     rms_norm_lora_backward,
     rms_norm_lora_round,
     triton,
 )
-from pallas_kernels.rms_norm.lora import config as configs
 from pallas_kernels.tiles import RANKS
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
@@ -76,7 +74,7 @@ def test_xla_matches_float64(offset):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_triton_in_the_interpreter_matches_float64(monkeypatch, offset, capability, dtype):
     arrays = operands(dtype, offset=offset)
-    tiles = configs.backward_config(capability, 16)
+    tiles = triton.backward_config(capability, 16)
     by_triton = REGISTRY["xla"]._replace(forward=lambda *arguments: triton.backward(*arguments, tiles, True))
     monkeypatch.setitem(REGISTRY.implementations, "xla", by_triton)
     # one rounding of the normalised rows or of what they are multiplied by, of which A's gradient is a sum, and one of
@@ -91,7 +89,7 @@ def test_factors_of_rows_and_columns_lose_nothing():
     scale = jnp.asarray(np.exp2(rng.uniform(-6, 6, 64)), jnp.float32)
     rstd = jnp.asarray(np.exp2(rng.uniform(-12, 12, 64)), jnp.float32)
     mean = jnp.asarray(rng.standard_normal(64), jnp.float32).at[7].set(jnp.inf)
-    tiles = configs.backward_config((9, 0), 16)
+    tiles = triton.backward_config((9, 0), 16)
     found, _ = triton.backward(x, scale, rstd, mean, a, *gradients, tiles, True)
     wide = [np.asarray(array, np.float64) for array in (x, a, *gradients)]
     x, a, dresidual, dnormed, dproducts = wide
@@ -135,10 +133,7 @@ def test_rows_in_float8_and_their_products(monkeypatch, offset, dtype, width):
     options = {"eps": EPS, "offset": offset}
     check_rounded(rms_norm_lora_round(x, weight, a, **options), x, weight, a, offset)
     for name in ("round_rows", "products"):
-        kernel = getattr(implementations.forward, name)
-        monkeypatch.setattr(
-            implementations.forward, name, lambda *arguments, kernel=kernel: kernel(*arguments, interpret=True)
-        )
+        monkeypatch.setattr(triton, name, functools.partial(getattr(triton, name), interpret=True))
     check_rounded(ROUND["triton"].forward(x, weight, a, EPS, offset), x, weight, a, offset)
 
 
@@ -157,19 +152,6 @@ def test_nothing_spills_where_rows_are_rounded(width, rank, tmp_path):
     options = {"eps": EPS, "implementation": "triton"}
     found = of_triton(aot, lambda *arrays: rms_norm_lora_round(*arrays, **options), *specs, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
-
-
-@needs_cuda_plugin
-def test_what_triton_does_not_round_and_why():
-    for card, case, reason in (
-        ("h200", (64, (32768,), jnp.bfloat16, 16), None),
-        ("h200", (64, (65536,), jnp.bfloat16, 16), "rows of up to 32768 columns, these have 65536"),
-        ("h200", (64, (4096,), jnp.bfloat16, 48), "not 48"),
-        ("a100-80", (64, (4096,), jnp.bfloat16, 16), "compute capability 8.9"),
-    ):
-        with AOT(card).tracing():
-            found = ROUND.reasons(Case(dispatch.target(), *case, float8=True))["triton"]
-        assert (found is None) if reason is None else (reason in found)
 
 
 @pytest.mark.aot

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nf4, shard_gather
-from pallas_kernels.nf4.shapes import LLAMA_8B, WHOLE_ROWS
 from pallas_kernels.shard_gather import Shared
 from tests.pallas_kernels.shard_gather.support import island, stacks
+from tests.support.matrices import LLAMA_8B, WHOLE_ROWS
 
 pytestmark = [
     pytest.mark.gpu,

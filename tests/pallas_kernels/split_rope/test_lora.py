@@ -5,12 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.float8 import Scaled, quantize_rows
 from pallas_kernels.split_rope.lora import (
-    REGISTRY,
-    Case,
-    config,
     reference,
     split_rope_lora_backward,
     split_rope_lora_forward,
@@ -65,7 +61,7 @@ def test_xla_matches_float64(shared):
 @pytest.mark.parametrize("shared", [False, True])
 def test_triton_in_the_interpreter_matches_float64(shared):
     arrays = operands(shared, jnp.bfloat16)
-    found = triton.forward(*arrays[:5], (4, 2), config.TILES, True)
+    found = triton.forward(*arrays[:5], (4, 2), True)
     # one rounding to bfloat16
     close(found, exact(arrays, (4, 2))[:3], 2**-9)
 
@@ -75,7 +71,7 @@ def test_scales_that_are_left_to_the_turn_change_no_bit(shared):
     base, *others, _ = operands(shared, jnp.bfloat16)
     apart, plain = scaled(base)
     by_xla = [split_rope_lora_forward(array, *others, heads=(4, 2), implementation="xla") for array in (apart, plain)]
-    by_triton = [triton.forward(array, *others, (4, 2), config.TILES, True) for array in (apart, plain)]
+    by_triton = [triton.forward(array, *others, (4, 2), True) for array in (apart, plain)]
     for found, expected in (by_xla, by_triton):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -129,15 +125,6 @@ def test_nothing_spills(card, rank, tmp_path):
     arrays = operands(False, jnp.bfloat16, 8192, (32, 8), 128, rank, make)
     found = of_triton(aot, lambda *arrays: results(arrays, (32, 8), "triton")[:3], *arrays, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
-
-
-@needs_cuda_plugin
-def test_what_triton_leaves_to_xla_and_why():
-    with AOT("h200").tracing():
-        target = dispatch.target()
-        assert REGISTRY.reasons(Case(target, 64, (4, 2), 128, jnp.bfloat16, 16))["triton"] is None
-        assert "not 96" in REGISTRY.reasons(Case(target, 64, (4, 2), 96, jnp.bfloat16, 16))["triton"]
-        assert "not 60 tokens" in REGISTRY.reasons(Case(target, 60, (4, 2), 64, jnp.bfloat16, 16))["triton"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.split_rope import REGISTRY, Case, config, reference, split_rope, triton, xla
+from pallas_kernels.split_rope import reference, split_rope, triton, xla
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
 
@@ -65,13 +64,13 @@ def assert_rounded_once(found, arrays, **options):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradient_match_float64(case):
     arrays, interleaved = operands(*case), case[3]
-    static = triton.Static((HEADS, KEY_HEADS), interleaved, config.Tiles(4, 2, 4), interpret=True)
+    kernel = {"interleaved": interleaved, "tiles": triton.Tiles(4, 2, 4), "interpret": True}
 
     @jax.jit
     def both(qkv, gradients, tables, scales):
         operation = differentiated(split_rope, qkv, gradients, tables, scales, interleaved=interleaved)
-        kernels = triton.forward(qkv, tables, scales, static), triton.backward(gradients, tables, scales, static)
-        return operation, (*kernels[0], kernels[1][0])
+        forward = triton.forward(qkv, tables, scales, (HEADS, KEY_HEADS), **kernel)
+        return operation, (*forward, triton.backward(gradients, tables, scales, **kernel)[0])
 
     for found in both(*arrays):
         assert_rounded_once(found, arrays, interleaved=interleaved)
@@ -81,15 +80,10 @@ def test_values_and_gradient_match_float64(case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_largest_for_each_token_is_that_of_what_is_written(case):
     (_, gradients, tables, scales), interleaved = operands(*case), case[3]
-    static = triton.Static((HEADS, KEY_HEADS), interleaved, config.Tiles(4, 2, 4), interpret=True)
-    for backward, plain in (
-        (functools.partial(triton.backward, static=static), triton.backward(gradients, tables, scales, static)),
-        (
-            functools.partial(xla.backward, interleaved=interleaved),
-            xla.backward(gradients, tables, scales, interleaved),
-        ),
-    ):
-        found, absmax = backward(gradients, tables, scales, with_absmax=True)
+    kernel = functools.partial(triton.backward, tiles=triton.Tiles(4, 2, 4), interpret=True)
+    for backward in (kernel, xla.backward):
+        plain = backward(gradients, tables, scales, interleaved=interleaved)
+        found, absmax = backward(gradients, tables, scales, interleaved=interleaved, with_absmax=True)
         np.testing.assert_array_equal(found, plain[0])
         assert plain[1] is None and absmax.dtype == jnp.float32
         np.testing.assert_array_equal(absmax, np.abs(np.asarray(found, np.float32)).max(-1))
@@ -130,21 +124,6 @@ def test_operands_that_do_not_fit_are_refused(change, message):
     qkv, _, (cos, sin), _ = operands(8, 32, 8, False, False)
     with pytest.raises(ValueError, match=message):
         split_rope(**{"qkv": qkv, "cos": cos, "sin": sin, "heads": HEADS, "key_heads": KEY_HEADS} | change)
-
-
-def test_an_unsupported_call_has_its_reason():
-    h200 = dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132)
-    served = Case(h200, jnp.bfloat16, (HEADS, KEY_HEADS), 128)
-    assert REGISTRY.choose(served, None) == "triton"
-    for change, reason in [
-        ({"target": h200._replace(compute_capability=(7, 5))}, "compute capability 8.0 or more"),
-        ({"dtype": jnp.float32}, "not float32"),
-        ({"size": 72}, "multiple of 16 and at most 256, not 72"),
-    ]:
-        case = served._replace(**change)
-        assert REGISTRY.choose(case, None) == "xla"
-        with pytest.raises(NotImplementedError, match=reason):
-            REGISTRY.choose(case, "triton")
 
 
 @pytest.mark.aot

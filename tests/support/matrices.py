@@ -1,4 +1,4 @@
-"""Matrices that tests and benchmarks share."""
+"""Shapes of weights that tests share."""
 
 from typing import NamedTuple
 
