@@ -91,6 +91,11 @@ def compute_capability() -> tuple[int, int]:
     return capability
 
 
+def num_cores() -> int:
+    """The streaming multiprocessors of the target; an H100's where they are not known."""
+    return target().num_cores or 132
+
+
 #: Dtypes that kernels take.
 HALF = (jnp.bfloat16, jnp.float16)
 FLOATS = (*HALF, jnp.float32)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -60,3 +61,18 @@ def launch(
         kernel_name=name,
         interpret=interpret,
     )(*present.values())
+
+
+def stay(free: Any, count: Any, stages: int) -> None:
+    """Wait until every stage is released: a thread block's barriers must outlive its neighbour's last arrival on them.
+
+    Args:
+        free: barriers on which both thread blocks of a cluster release stages.
+        count: pieces loaded in all.
+        stages: pieces in shared memory at a time; so many releases have not been waited for yet.
+    """
+
+    def wait(index, _):
+        plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(stages))])
+
+    lax.fori_loop(lax.max(count - stages, 0), count, wait, None)

@@ -19,7 +19,7 @@ from fastjax.lora.units import row_slices
 from fastjax.quantization import WeightLike
 from fastjax.quantization.dense import linear
 from fastjax.quantization.weights import as_weight, dequantize, matmul
-from pallas_kernels.glu.clamped import clamped_swiglu
+from pallas_kernels.glu import clamped_swiglu
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 

@@ -1,6 +1,5 @@
 """Rows to float8_e4m3fn with Pallas-Triton: a program holds a whole row in registers and reads it once."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,40 +17,19 @@ from pallas_kernels.float8.scales import scale_from, scale_of
 MOST_COLUMNS = 32768
 #: Likewise of codes whose blocks are brought to one scale.
 MOST_JOINED = 2 * MOST_COLUMNS
-_COLUMNS_PER_WARP = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class RowConfig:
-    """Block sizes of the Triton kernel, a row a program.
+def padded(columns: int) -> int:
+    """Columns of a program that holds a row: a power of two."""
+    return max(16, pl.next_power_of_2(columns))
 
-    Attributes:
-        columns: of a row, rounded up to a power of two.
-        num_warps: warps a program.
+
+def row_warps(columns: int, per_warp: int = 1024) -> int:
+    """Warps of a program that holds a row: 32 elements a thread.
+
+    So there are as many programs as a multiprocessor has threads for.
     """
-
-    columns: int
-    num_warps: int
-
-
-def join_config(columns: int) -> RowConfig:
-    """64 elements a thread, codes and factors: as measured on an H100 for 14,336 columns.
-
-    Args:
-        columns: of a row.
-    """
-    found = row_config(columns)
-    return dataclasses.replace(found, num_warps=max(1, found.num_warps // 2))
-
-
-def row_config(columns: int) -> RowConfig:
-    """32 elements a thread, as many programs as a multiprocessor has threads for.
-
-    Args:
-        columns: of a row.
-    """
-    padded = max(16, 1 << (columns - 1).bit_length())
-    return RowConfig(padded, max(1, padded // _COLUMNS_PER_WARP))
+    return max(1, padded(columns) // per_warp)
 
 
 def too_wide(columns: int, most: int) -> str | None:
@@ -73,32 +51,30 @@ class Blocks(NamedTuple):
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def quantize_rows(
-    x: Float[Array, "N in"], *, config: RowConfig | None = None, interpret: bool = False
+    x: Float[Array, "N in"], *, interpret: bool = False
 ) -> tuple[Float[Array, "N in"], Float[Array, " N"]]:
     """Codes and scales.
 
     Args:
         x: bfloat16, float16 or float32.
-        config: block sizes; by default `row_config`.
         interpret: run on any device, in jax.numpy.
     """
     rows, columns = x.shape
-    config = config or row_config(columns)
     return pl.pallas_call(
-        functools.partial(_kernel, config=config),
+        _kernel,
         out_shape=(jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(columns), num_stages=1),
         interpret=interpret,
         name="float8_quantize_rows",
     )(x)
 
 
-def _kernel(x_ref, codes_ref, scales_ref, *, config: RowConfig):
-    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, config.columns)
-    inside = columns < x_ref.shape[1] if config.columns != x_ref.shape[1] else None
+def _kernel(x_ref, codes_ref, scales_ref):
+    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, padded(x_ref.shape[1]))
+    inside = columns < x_ref.shape[1] if columns.size != x_ref.shape[1] else None
     zero = None if inside is None else jnp.zeros((), x_ref.dtype)
     # Held as it comes: 16 bits take half the registers.
     x = pltriton.load(x_ref.at[row, columns], mask=inside, other=zero)
@@ -108,8 +84,8 @@ def _kernel(x_ref, codes_ref, scales_ref, *, config: RowConfig):
     scales_ref[row] = scale
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
-def join_blocks(blocks: Blocks, *, config: RowConfig | None = None, interpret: bool = False) -> Rounded:
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def join_blocks(blocks: Blocks, *, interpret: bool = False) -> Rounded:
     """Rows in float8 out of rows whose blocks have scales of their own.
 
     A code is rounded once more where the row's scale makes it less than the format's least normal number, 2⁻¹⁵ of the
@@ -117,19 +93,18 @@ def join_blocks(blocks: Blocks, *, config: RowConfig | None = None, interpret: b
 
     Args:
         blocks: of rows of two axes.
-        config: block sizes; by default `join_config`.
         interpret: run on any device, in jax.numpy.
     """
     rows, columns = blocks.codes.shape
-    config = config or join_config(columns)
     codes, scales = pl.pallas_call(
-        functools.partial(_join, config=config),
+        _join,
         out_shape=(
             jax.ShapeDtypeStruct(blocks.codes.shape, blocks.codes.dtype),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        # 64 elements a thread, codes and factors: as measured on an H100 for 14,336 columns
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(columns, 2048), num_stages=1),
         input_output_aliases={0: 0},
         interpret=interpret,
         name="float8_join_blocks",
@@ -137,10 +112,10 @@ def join_blocks(blocks: Blocks, *, config: RowConfig | None = None, interpret: b
     return Rounded(codes, scales)
 
 
-def _join(blocks_ref, exponents_ref, codes_ref, scales_ref, *, config: RowConfig):
-    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, config.columns)
+def _join(blocks_ref, exponents_ref, codes_ref, scales_ref):
     width, count = blocks_ref.shape[1], exponents_ref.shape[0]
-    inside = columns < width if config.columns != width else None
+    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, padded(width))
+    inside = columns < width if columns.size != width else None
     zero = (None, None) if inside is None else (jnp.zeros((), blocks_ref.dtype), jnp.uint8(0))
     codes = pltriton.load(blocks_ref.at[row, columns], mask=inside, other=zero[0])
     exponents = pltriton.load(exponents_ref.at[columns // (width // count), row], mask=inside, other=zero[1])

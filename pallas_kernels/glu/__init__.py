@@ -1,6 +1,5 @@
 """Gated linear units."""
 
-from pallas_kernels.glu.api import ACTIVATIONS, glu
-from pallas_kernels.glu.clamped import clamped_swiglu
+from pallas_kernels.glu.api import ACTIVATIONS, clamped_swiglu, glu
 
 __all__ = ["ACTIVATIONS", "clamped_swiglu", "glu"]

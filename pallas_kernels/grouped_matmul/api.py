@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
-from pallas_kernels.grouped_matmul import mosaic, triton, xla
+from pallas_kernels.grouped_matmul import mosaic_sm90, triton, xla
 from pallas_kernels.transformations import custom_vjp, with_automatic_axes
 
 
@@ -195,8 +195,8 @@ def _registry(op: str, of_mosaic, of_triton, of_xla) -> Registry:
 
 
 #: forward(x, w, group_sizes, rows, low_rank) -> y
-MATMUL = _registry("grouped_matmul", mosaic.matmul, triton.matmul, xla.matmul)
+MATMUL = _registry("grouped_matmul", mosaic_sm90.matmul, triton.matmul, xla.matmul)
 #: forward(dy, w, group_sizes, rows, low_rank) -> dx
-DX = _registry("grouped_matmul_dx", mosaic.dx, triton.dx, xla.dx)
+DX = _registry("grouped_matmul_dx", mosaic_sm90.dx, triton.dx, xla.dx)
 #: forward(dy, x, group_sizes, rows, dtype) -> dw
-DW = _registry("grouped_matmul_dw", mosaic.dw, triton.dw, xla.dw)
+DW = _registry("grouped_matmul_dw", mosaic_sm90.dw, triton.dw, xla.dw)

@@ -7,51 +7,16 @@ from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
-    """Block sizes of the Triton dequantisation.
-
-    Attributes:
-        blocks: blocks of 64 elements a program.
-        num_warps: warps a program.
-    """
-
-    blocks: int
-    num_warps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """Block sizes of the Mosaic dequantisation, one warpgroup a thread block.
-
-    Attributes:
-        bytes_per_thread: consecutive codes of a block a thread: 4, 8 or 16 bytes.
-        blocks: blocks of 64 elements a thread block; a multiple of 4 · bytes_per_thread.
-    """
-
-    bytes_per_thread: int
-    blocks: int
-
-
-@dataclasses.dataclass(frozen=True)
 class MatvecConfig:
     """Block sizes of the product with few rows of x.
 
     Attributes:
         warpgroups: of a thread block; they share the columns of its rows.
-        row_tiles: rows of W a thread block, in units of 32.
-        stages: pieces of x in shared memory, for each warpgroup.
         ahead: pieces of W that a thread loads in advance, in registers.
     """
 
     warpgroups: int = 2
-    row_tiles: int = 1
-    stages: int = 2
     ahead: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of W a thread block."""
-        return 32 * self.row_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +28,11 @@ class MatmulRsConfig:
         cluster: thread blocks that share x, each with 128 columns of the result: 1 or 2.
         splits: equal parts that each tile's sum is cut into (fixed-split; 1: data-parallel), if there are clusters for
             all; None: Stream-K, the same number of iterations for every cluster.
-        x_stages: pieces of x in shared memory, of 64 columns.
-        w_stages: pieces of codes in shared memory, of 128 columns.
     """
 
     rows: int = 256
     cluster: int = 2
     splits: int | None = None
-    x_stages: int = 4
-    w_stages: int = 3
 
     @property
     def columns(self) -> int:
@@ -79,9 +40,12 @@ class MatmulRsConfig:
         return 128 * self.cluster
 
 
-def triton_config(dtype: DTypeLike) -> TritonConfig:
-    """16 bytes of codes a thread for 8- and 16-bit results, 4 for float32: its registers hold four times the planes."""
-    return TritonConfig(blocks=16 if jnp.dtype(dtype).itemsize == 4 else 64, num_warps=4)
+def triton_blocks(dtype: DTypeLike) -> int:
+    """Blocks of 64 elements a program of the Triton dequantisation, four warps: 16 bytes of codes a thread.
+
+    Of float32 it is 4: a thread's registers hold four times the planes.
+    """
+    return 16 if jnp.dtype(dtype).itemsize == 4 else 64
 
 
 TRANSPOSED_ROWS = (256, 128, 64)
@@ -93,10 +57,12 @@ def transposed_rows(out: int) -> int | None:
     return next((rows for rows in TRANSPOSED_ROWS if out % rows == 0), None)
 
 
-def mosaic_config(dtype: DTypeLike) -> MosaicConfig:
-    """The codes that make one 16-byte store of each half a thread, and the smallest tile, which serves most shapes."""
-    bytes_per_thread = 16 // jnp.dtype(dtype).itemsize
-    return MosaicConfig(bytes_per_thread=bytes_per_thread, blocks=4 * bytes_per_thread)
+def mosaic_blocks(dtype: DTypeLike) -> int:
+    """Blocks of a warpgroup of the Mosaic dequantisation: the codes that make one 16-byte store of each half a thread.
+
+    A fourth of it are a thread's bytes of codes. Larger tiles are no faster, and this one serves most shapes.
+    """
+    return 64 // jnp.dtype(dtype).itemsize
 
 
 MATVEC_ROWS = 32

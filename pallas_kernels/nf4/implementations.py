@@ -22,14 +22,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import HALF, Implementation, Registry, Target
+from pallas_kernels.dispatch import HALF, Implementation, Registry, Target, num_cores
 from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, triton_scales, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
 from pallas_kernels.shard_gather import Shared, whole, why_not_peers
@@ -54,7 +53,7 @@ def _why_not_packed_so(order: str, own_map: bool) -> str | None:
 
 
 def _why_not_tiles(
-    sizes: Callable[[DTypeLike], Any],
+    sizes: Callable[[DTypeLike], int],
     device: Target,
     shape: tuple[int, int],
     dtype: DTypeLike,
@@ -64,7 +63,7 @@ def _why_not_tiles(
     """Why a kernel with tiles of these sizes does not decode a matrix."""
     if reason := _why_not_any_kernel(device, shape, **facts):
         return reason
-    blocks, least = num_blocks(shape), sizes(_kernel_dtype(dtype, through)).blocks
+    blocks, least = num_blocks(shape), sizes(_kernel_dtype(dtype, through))
     if blocks < least:
         return f"it needs at least {least} blocks of {BLOCK} elements, {shape[0]}×{shape[1]} has {blocks}"
     return None
@@ -80,7 +79,7 @@ def _why_not_fused(
         return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
     if rows == 0:
         return "x has no rows"
-    if config.product_config(known(rows, 1), shape, gradient, mosaic_sm90.CORES) is None:
+    if config.product_config(known(rows, 1), shape, gradient, num_cores()) is None:
         what = "x W" if gradient else "x Wᵀ"
         return f"no kernel takes {what} of {rows} rows with {out}×{columns} (`nf4.config.product_config`)"
     return None
@@ -100,7 +99,7 @@ def _kernel_dtype(dtype: DTypeLike, through: str | None) -> DTypeLike:
 
 def _of_blocks(
     decode: Callable[..., Array],
-    sizes: Callable[[DTypeLike], Any],
+    sizes: Callable[[DTypeLike], int],
     in_place: Callable[..., Array] | None = None,
 ) -> Callable[..., Array]:
     """The dequantisation of a matrix by a kernel that decodes whole blocks.
@@ -115,8 +114,8 @@ def _of_blocks(
         del quant_map, order
         own, blocks = _kernel_dtype(dtype, through), num_blocks(shape)
         through = None if own == through else through
-        absmax, options = absmax.reshape(blocks), {"dtype": own, "config": sizes(own), "through": through}
-        if in_place is not None and isinstance(codes, Shared) and _reads_shards(codes, options["config"]):
+        absmax, options = absmax.reshape(blocks), {"dtype": own, "tile": sizes(own), "through": through}
+        if in_place is not None and isinstance(codes, Shared) and _reads_shards(codes, options["tile"]):
             stack = codes.stack.reshape(len(codes.stack), -1, BLOCK_BYTES)
             found = in_place(dataclasses.replace(codes, stack=stack), absmax, **options)
         else:
@@ -126,9 +125,9 @@ def _of_blocks(
     return dequantize
 
 
-def _reads_shards(codes: Shared, sizes: Any) -> bool:
+def _reads_shards(codes: Shared, tile: int) -> bool:
     """Whether a kernel can decode codes in other devices' memory: a device's share is a tile or more."""
-    enough = math.prod(codes.stack.shape[1:]) >= sizes.blocks * BLOCK_BYTES
+    enough = math.prod(codes.stack.shape[1:]) >= tile * BLOCK_BYTES
     return enough and why_not_peers(dispatch.target()) is None
 
 
@@ -136,15 +135,15 @@ DEQUANTIZE = Registry(
     "nf4.dequantize",
     {
         "mosaic": Implementation(
-            _of_blocks(mosaic_sm90.dequantize, config.mosaic_config, in_place=mosaic_sm90.dequantize_shared),
+            _of_blocks(mosaic_sm90.dequantize, config.mosaic_blocks, in_place=mosaic_sm90.dequantize_shared),
             capability=(9, 0),
             exactly=True,
-            why_not=functools.partial(_why_not_tiles, config.mosaic_config),
+            why_not=functools.partial(_why_not_tiles, config.mosaic_blocks),
         ),
         "triton": Implementation(
-            _of_blocks(triton.dequantize, config.triton_config),
+            _of_blocks(triton.dequantize, config.triton_blocks),
             capability=(8, 0),
-            why_not=functools.partial(_why_not_tiles, config.triton_config),
+            why_not=functools.partial(_why_not_tiles, config.triton_blocks),
         ),
         "xla": Implementation(xla.dequantize),
     },

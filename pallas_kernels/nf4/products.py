@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt8
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import num_cores
 from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.codebook import BLOCK
 from pallas_kernels.shard_gather import Shared, whole
@@ -36,7 +36,7 @@ def fused(
         whole(codes).reshape(out, columns // 2),
         absmax.reshape(out, columns // BLOCK),
     )
-    cores = dispatch.target().num_cores or mosaic_sm90.CORES
+    cores = num_cores()
     sizes = config.product_config(rows, shape, gradient, cores)
     if isinstance(sizes, config.MatvecConfig):
         product = mosaic_sm90.matvec(*matrix, config=sizes, through=through)

@@ -15,36 +15,35 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import TritonConfig
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "tile", "through", "interpret"))
 def dequantize(
     codes: UInt8[Array, "blocks 32"],
     absmax: Float[Array, " blocks"],
     *,
     dtype: DTypeLike,
-    config: TritonConfig,
+    tile: int,
     through: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "blocks 64"]:
-    """Decode whole blocks, at least `config.blocks` of them.
+    """Decode whole blocks, at least `tile` of them.
 
     Args:
         codes: uint8, split order.
         absmax: float32.
         dtype: bfloat16, float16 or float32.
-        config: block sizes.
+        tile: blocks of one, as `config.triton_blocks`.
         through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
         interpret: run on any device, in jax.numpy.
     """
     blocks = absmax.size
     return pl.pallas_call(
-        functools.partial(_kernel, size=config.blocks, through=through, interpret=interpret),
+        functools.partial(_kernel, size=tile, through=through, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
-        grid=(pl.cdiv(blocks, config.blocks),),
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        grid=(pl.cdiv(blocks, tile),),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize",
     )(codes, absmax)

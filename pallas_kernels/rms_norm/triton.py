@@ -13,21 +13,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import ArrayLike
 
-from pallas_kernels.rms_norm.config import Programs, backward_config, warps
+from pallas_kernels.rms_norm.config import rows_of_program, warps
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def forward(
-    x: Array, weight: Array, eps: ArrayLike, offset: float, num_warps: int | None = None, interpret: bool = False
-) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def forward(x: Array, weight: Array, eps: ArrayLike, offset: float, interpret: bool = False) -> tuple[Array, Array]:
     """The normalised rows, and the reciprocal root mean square of each."""
     rows, features = x.shape
     normed, rstd = pl.pallas_call(
         functools.partial(_forward, offset=offset),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(rows,),
-        compiler_params=pltriton.CompilerParams(num_warps=num_warps or warps(features), num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps(features), num_stages=1),
         interpret=interpret,
         name="rms_norm_forward",
     )(x, weight, jnp.float32(eps).reshape(1))
@@ -42,17 +40,17 @@ def backward(
     dresidual: Array,
     dnormed: Array,
     offset: float,
-    programs: Programs | None = None,
+    run: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """The gradients of x and of the weight."""
-    (rows, features), programs = x.shape, programs or backward_config(*x.shape)
-    count = pl.cdiv(rows, programs.rows)
+    """The gradients of x and of the weight; `run` rows a program."""
+    (rows, features), run = x.shape, run or rows_of_program(*x.shape)
+    count = pl.cdiv(rows, run)
     dx, dweight = pl.pallas_call(
-        functools.partial(_backward, offset=offset, run=programs.rows),
+        functools.partial(_backward, offset=offset, run=run),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((count, features), jnp.float32)),
         grid=(count,),
-        compiler_params=pltriton.CompilerParams(num_warps=programs.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps(features), num_stages=1),
         interpret=interpret,
         name="rms_norm_backward",
     )(x, weight, rstd.reshape(rows), dresidual, dnormed)

@@ -1,8 +1,13 @@
-"""Rotary position embedding (arXiv 2104.09864): the public function."""
+"""Rotary position embedding (arXiv 2104.09864) for XLA's fusions.
 
+Autodiff of the plain formula keeps the tables broadcast over the heads in float32. A rotation's transpose is the
+rotation by the opposite angle, so the backward pass here is the forward one with −sin, and keeps the tables as given.
+"""
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.rope import xla
+from pallas_kernels.transformations import custom_vjp
 
 
 def rope(
@@ -33,7 +38,7 @@ def rope(
     """
     batch, length, _, size = x.shape
     check_tables("rope", cos, sin, (batch, length, size))
-    return xla.rope(x, cos, sin, interleaved)
+    return turn(x, cos, sin, interleaved)
 
 
 def check_tables(op: str, cos: Array, sin: Array, heads: tuple[int, int, int]) -> None:
@@ -51,3 +56,45 @@ def check_tables(op: str, cos: Array, sin: Array, heads: tuple[int, int, int]) -
             f"{op}: cos and sin must have the shape (batch, length, half of the features that turn), at most "
             f"{(batch, length, size // 2)} for a head size of {size}, got cos {cos.shape}, sin {sin.shape}"
         )
+
+
+@custom_vjp(nondiff_argnums=(3,))
+def turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """``rope`` without its checks."""
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half]
+    if interleaved:
+        turned = turned.reshape(*x.shape[:3], half, 2).swapaxes(-1, -2).reshape(turned.shape)
+    return _joined(_rotate(turned, cos, sin), x)
+
+
+def transpose(dy: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """The gradient of x from that of ``turn``."""
+    half = cos.shape[-1]
+    turned = _rotate(dy[..., : 2 * half], cos, -sin)
+    if interleaved:
+        turned = turned.reshape(*dy.shape[:3], 2, half).swapaxes(-1, -2).reshape(turned.shape)
+    return _joined(turned, dy)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos.astype(jnp.float32)[:, :, None, :], sin.astype(jnp.float32)[:, :, None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _joined(turned: Array, x: Array) -> Array:
+    """The turned features, and those of x behind them."""
+    size = turned.shape[-1]
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
+
+
+def _forward(x: Array, cos: Array, sin: Array, interleaved: bool) -> tuple[Array, tuple[Array, Array]]:
+    return turn(x, cos, sin, interleaved), (cos, sin)
+
+
+def _backward(interleaved: bool, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
+    return transpose(dy, *residuals, interleaved), None, None
+
+
+turn.defvjp(_forward, _backward)

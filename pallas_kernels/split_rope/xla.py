@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.rope import xla as turn
+from pallas_kernels.rope import api as rope
 
 
 def forward(
@@ -17,7 +17,7 @@ def forward(
     parts = jnp.split(qkv, [count * size, (count + key_count) * size], axis=-1)
     q, k, v = (part.reshape(*qkv.shape[:2], part.shape[2] // size, size) for part in parts)
     if tables is not None:
-        q, k = (turn.rope(part, *tables, interleaved) for part in (q, k))
+        q, k = (rope.turn(part, *tables, interleaved) for part in (q, k))
     return q if scales is None else q * _factors(scales, q), k, v
 
 
@@ -32,7 +32,7 @@ def backward(
     dq, dk, dv = gradients
     dq = dq if scales is None else dq * _factors(scales, dq)
     if tables is not None:
-        dq, dk = (turn.transpose(part, *tables, interleaved) for part in (dq, dk))
+        dq, dk = (rope.transpose(part, *tables, interleaved) for part in (dq, dk))
     found = jnp.concatenate(
         [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in (dq, dk, dv)], axis=-1
     )

@@ -24,13 +24,10 @@ from pallas_kernels.attention.mosaic_sm90.config import (
 )
 from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
 from pallas_kernels.attention.ranges import TILE
-from pallas_kernels.dispatch import Target
-from pallas_kernels.dispatch import target as current_target
+from pallas_kernels.dispatch import Target, num_cores
 
 SIZES = (64, 80, 96, 112, 128, 192, 256)
 """Head sizes, of keys and of values."""
-
-_CORES = 132
 
 
 def why_not(_: Target, call: Call) -> str | None:
@@ -62,7 +59,7 @@ def forward(
     config = config or forward_config(_facts(operands, options))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
-    common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
+    common: Any = {"keys": k.shape[1], "ctas": num_cores(), "interpret": interpret}
     out, lse = _forward(*arrays, options=options, config=config, **common)
     return out[:, : q.shape[1]], lse[:, :, : q.shape[1]]
 
@@ -93,7 +90,7 @@ def backward(
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
-    common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
+    common: Any = {"options": options, "ctas": num_cores(), "interpret": interpret}
     call = _facts(operands, options)
     dq, dkv = dq or dq_config(call), dkv or dkv_config(call)
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
@@ -115,7 +112,3 @@ def _facts(operands: Operands, options: Options) -> Facts:
     q, k, v, mask, *_ = operands
     grouped = q.shape[2] // k.shape[2] % 2 == 0  # tiles of two query heads that share their keys are possible
     return Facts(q.dtype, q.shape[3], v.shape[3], options, mask.ranges is not None, grouped)
-
-
-def _cores() -> int:
-    return current_target().num_cores or _CORES

@@ -65,7 +65,7 @@ def backward_dkv(
     if posted:
         scratch |= Schedule.shared(buffers, parts)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
-    inputs |= common.key_inputs(mask, options)
+    inputs |= common.mask_inputs(mask, options, "k")
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
     body = functools.partial(_kernel, ctas=ctas, options=options, config=config)
     dk, dv = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dkv", interpret)

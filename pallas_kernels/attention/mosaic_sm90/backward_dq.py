@@ -80,7 +80,7 @@ def backward_dq(
     if posted:
         scratch |= Schedule.shared(buffers, 2)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
-    inputs |= common.query_inputs(mask, options)
+    inputs |= common.mask_inputs(mask, options, "q")
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     body = functools.partial(_kernel, keys=keys, ctas=ctas, options=options, config=config)
     [dq] = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dq", interpret)

@@ -75,24 +75,13 @@ def broadcast_columns(columns: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
-def query_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
-    """The mask's inputs of the kernels whose rows are queries."""
-    ranges = mask.ranges
+def mask_inputs(mask: Mask, options: Options, rows: str) -> dict[str, Array | None]:
+    """The mask's inputs of the kernels whose rows are queries ("q") or keys ("k")."""
+    ranges, columns = mask.ranges, {"q": "k", "k": "q"}[rows]
     return {
-        "start": None if ranges is None else padded_rows(ranges.k_start),
-        "end": None if ranges is None else padded_rows(ranges.k_end),
-        "order": None if ranges is None else order_of_all(ranges.q_order),
-        "offset": mask.query_offset if options.query_offset is None else None,
-    }
-
-
-def key_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
-    """The mask's inputs of the kernel whose rows are keys."""
-    ranges = mask.ranges
-    return {
-        "start": None if ranges is None else padded_rows(ranges.q_start),
-        "end": None if ranges is None else padded_rows(ranges.q_end),
-        "order": None if ranges is None else order_of_all(ranges.k_order),
+        "start": None if ranges is None else padded_rows(getattr(ranges, f"{columns}_start")),
+        "end": None if ranges is None else padded_rows(getattr(ranges, f"{columns}_end")),
+        "order": None if ranges is None else order_of_all(getattr(ranges, f"{rows}_order")),
         "offset": mask.query_offset if options.query_offset is None else None,
     }
 

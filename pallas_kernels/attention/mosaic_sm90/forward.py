@@ -84,7 +84,7 @@ def forward(
         "out": jax.ShapeDtypeStruct((batch, length, heads, value_size), q.dtype),
         "lse": jax.ShapeDtypeStruct((batch, heads, count * TILE), jnp.float32),
     }
-    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
+    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.mask_inputs(mask, options, "q")}
     body = functools.partial(_kernel, keys=keys, ctas=ctas, options=options, config=config)
     out, lse = common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
     return out, lse

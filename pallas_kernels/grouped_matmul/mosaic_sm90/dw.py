@@ -18,13 +18,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import CONSUMERS, UNIT, announce, run_warpgroups, sums_of
 from pallas_kernels.grouped_matmul.schedule import ALIGNED
 from pallas_kernels.mosaic import launch
-
-_UNIT = 64  # columns of x of a warpgroup
-_CONSUMERS = 2
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
 
 
 class _Tile(NamedTuple):
@@ -71,18 +67,18 @@ def dw(
     cluster = config.cluster
     out_columns = 128 // jnp.dtype(dtype).itemsize
     scratch = {
-        "x_smem": plgpu.SMEM((config.stages, _CONSUMERS, TERMS, _UNIT), x.dtype, transforms=rows_at.SWIZZLED),
+        "x_smem": plgpu.SMEM((config.stages, CONSUMERS, TERMS, UNIT), x.dtype, transforms=rows_at.SWIZZLED),
         "dy_smem": plgpu.SMEM((config.stages, TERMS, config.columns), x.dtype, transforms=rows_at.SWIZZLED),
         "out_smem": plgpu.SMEM(
-            (_CONSUMERS, 2, 64, _UNIT),
+            (CONSUMERS, 2, 64, UNIT),
             dtype,
             transforms=(plgpu.TilingTransform((8, out_columns)), plgpu.SwizzleTransform(128)),
         ),
-        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS if rows is None else 1),
+        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS if rows is None else 1),
         "dy_full": plgpu.Barrier(num_barriers=config.stages),
-        "free": plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=config.stages, num_arrivals=_CONSUMERS)
+        "free": plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=config.stages, num_arrivals=CONSUMERS)
         if cluster > 1
-        else plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS),
+        else plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS),
     }
     [out] = launch(
         functools.partial(_kernel, config=config, clusters=cores // cluster),
@@ -91,7 +87,7 @@ def dw(
         scratch,
         name="grouped_matmul_dw",
         grid=("cluster", cores // cluster),
-        threads=_CONSUMERS + 1,
+        threads=CONSUMERS + 1,
         cluster=cluster,
         interpret=interpret,
     )
@@ -102,7 +98,7 @@ def _kernel(refs, *, config: MatmulConfig, clusters: int):
     cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     rank = lax.axis_index("rank") if config.cluster > 1 else 0
     groups, n, k = refs.out.shape
-    width = _CONSUMERS * _UNIT * config.cluster
+    width = CONSUMERS * UNIT * config.cluster
     down, across = pl.cdiv(k, width), pl.cdiv(n, config.columns)
     turns = lax.div(groups * down * across - cluster + clusters - 1, jnp.int32(clusters))
 
@@ -115,29 +111,15 @@ def _kernel(refs, *, config: MatmulConfig, clusters: int):
         column, n_column = lax.rem(own, jnp.int32(down)) * width, lax.div(own, jnp.int32(down)) * config.columns
         return _Tile(group, begin, end, first, column, n_column, pieces)
 
-    @pl.when(warpgroup < _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+    def compute(turn, count):
+        tile = tile_of(turn)
+        column = tile.column + (rank * CONSUMERS + warpgroup) * UNIT
+        sums = _multiply(refs, warpgroup, count, tile, config)
+        _write(refs, warpgroup, sums, tile.group, tile.n_column, column, config)
+        return count + tile.pieces
 
-        def compute(turn, count):
-            tile = tile_of(turn)
-            column = tile.column + (rank * _CONSUMERS + warpgroup) * _UNIT
-            sums = _multiply(refs, warpgroup, count, tile, config)
-            _write(refs, warpgroup, sums, tile.group, tile.n_column, column, config)
-            return count + tile.pieces
-
-        lax.fori_loop(0, turns, compute, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
-
-    @pl.when(warpgroup == _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        load = functools.partial(_load, refs, rank, config=config)
-        count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
-        if refs.rows is not None:
-            announce_rest(refs.x_full, count, config.stages)
-        if config.cluster > 1:
-            stay(refs.free, count, config.stages)
+    load = functools.partial(_load, refs, rank, config=config)
+    run_warpgroups(refs, warpgroup, turns, compute, lambda turn, count: load(tile_of(turn), count), config)
 
 
 def _load(refs, rank, tile, count, *, config: MatmulConfig):
@@ -155,12 +137,12 @@ def _load(refs, rank, tile, count, *, config: MatmulConfig):
         axes = "rank" if config.cluster > 1 else None
         source = refs.dy.at[pl.ds(row, TERMS), pl.ds(tile.n_column, config.columns)]
         plgpu.copy_gmem_to_smem(source, refs.dy_smem.at[slot], refs.dy_full.at[slot], collective_axes=axes)
-        for part in range(_CONSUMERS):
-            own = tile.column + (rank * _CONSUMERS + part) * _UNIT
+        for part in range(CONSUMERS):
+            own = tile.column + (rank * CONSUMERS + part) * UNIT
             if gathered:
                 rows_at.gather(refs.x, chosen, refs.x_smem.at[slot, part], own)
             else:
-                source = refs.x.at[pl.ds(row, TERMS), pl.ds(own, _UNIT)]
+                source = refs.x.at[pl.ds(row, TERMS), pl.ds(own, UNIT)]
                 plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
         if gathered:
             rows_at.gather_commit()
@@ -174,36 +156,23 @@ def _load(refs, rank, tile, count, *, config: MatmulConfig):
 def _multiply(refs, consumer, count, tile: _Tile, config: MatmulConfig):
     """A warpgroup's sums of a tile, [columns of x, columns of dy]."""
 
-    def products(sums_ref):
-        def step(index, _):
-            slot = lax.rem(count + index, jnp.int32(config.stages))
-            plgpu.barrier_wait(refs.x_full.at[slot])
-            plgpu.barrier_wait(refs.dy_full.at[slot])
-            x = refs.x_smem.at[slot, consumer]
-            row = tile.first + index * TERMS
+    def multiply(sums_ref, index, slot):
+        x = refs.x_smem.at[slot, consumer]
+        row = tile.first + index * TERMS
 
-            if refs.rows is None:  # gathered rows of other groups are zeros already
+        if refs.rows is None:  # gathered rows of other groups are zeros already
 
-                @pl.when(jnp.logical_or(row < tile.begin, row + TERMS > tile.end))
-                def _():
-                    values = x[...]
-                    number = plgpu.broadcasted_iota(jnp.int32, (TERMS, _UNIT), 0, layout=plgpu.Layout.WGMMA)
-                    own = jnp.logical_and(number >= tile.begin - row, number < tile.end - row)
-                    x[...] = jnp.where(own, values, jnp.zeros_like(values))
-                    plgpu.commit_smem()
+            @pl.when(jnp.logical_or(row < tile.begin, row + TERMS > tile.end))
+            def _():
+                values = x[...]
+                number = plgpu.broadcasted_iota(jnp.int32, (TERMS, UNIT), 0, layout=plgpu.Layout.WGMMA)
+                own = jnp.logical_and(number >= tile.begin - row, number < tile.end - row)
+                x[...] = jnp.where(own, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
 
-            plgpu.wgmma(sums_ref, x.T, refs.dy_smem.at[slot])
-            # One product stays in flight; the one before is done, and its stage is released.
-            plgpu.wgmma_wait(1)
-            pl.when(index > 0)(lambda: arrive(refs.free, count + index - 1, config.stages))
+        plgpu.wgmma(sums_ref, x.T, refs.dy_smem.at[slot])
 
-        lax.fori_loop(0, tile.pieces, step, None)
-        sums = sums_ref[...]  # waits for the product in flight
-        pl.when(tile.pieces > 0)(lambda: arrive(refs.free, count + tile.pieces - 1, config.stages))
-        return sums
-
-    accumulator = plgpu.ACC((_UNIT, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(products, accumulator)
+    return sums_of(refs, refs.dy_full, count, tile.pieces, multiply, config)
 
 
 def _write(refs, consumer, sums, group, n_column, column, config: MatmulConfig):
@@ -217,4 +186,4 @@ def _write(refs, consumer, sums, group, n_column, column, config: MatmulConfig):
         else:
             tile.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, refs.out.at[group, pl.ds(n_column + start, 64), pl.ds(column, _UNIT)])
+        plgpu.copy_smem_to_gmem(tile, refs.out.at[group, pl.ds(n_column + start, 64), pl.ds(column, UNIT)])

@@ -20,13 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import CONSUMERS, UNIT, announce, run_warpgroups, sums_of
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.mosaic import launch
-
-_UNIT = 64  # rows of a warpgroup
-_CONSUMERS = 2
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
 
 
 class _Tile(NamedTuple):
@@ -73,19 +69,19 @@ def matmul(
     z, b = (None, None) if low_rank is None else low_rank
     columns = w.shape[2] if transposed else w.shape[1]
     cluster = config.cluster
-    tile_rows = _CONSUMERS * _UNIT * cluster
+    tile_rows = CONSUMERS * UNIT * cluster
     column_tiles = pl.cdiv(columns, config.columns)
     table, tiles = schedule(group_sizes, count, tile_rows, column_tiles, config.columns)
     inputs = {"x": x, "w": w, "z": z, "b": b, "table": table, "tiles": tiles, "rows": rows}
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     w_tile = (TERMS, config.columns) if transposed else (config.columns, TERMS)
     scratch = {
-        "x_smem": plgpu.SMEM((config.stages, _CONSUMERS, _UNIT, TERMS), x.dtype, transforms=rows_at.SWIZZLED),
+        "x_smem": plgpu.SMEM((config.stages, CONSUMERS, UNIT, TERMS), x.dtype, transforms=rows_at.SWIZZLED),
         "w_smem": plgpu.SMEM((config.stages, *w_tile), x.dtype, transforms=rows_at.SWIZZLED),
-        "out_smem": plgpu.SMEM((_CONSUMERS, 2, _UNIT, 64), x.dtype, transforms=rows_at.SWIZZLED),
-        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS if rows is None else 1),
+        "out_smem": plgpu.SMEM((CONSUMERS, 2, UNIT, 64), x.dtype, transforms=rows_at.SWIZZLED),
+        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=CONSUMERS if rows is None else 1),
         "w_full": plgpu.Barrier(num_barriers=config.stages),
-        "free": free(num_barriers=config.stages, num_arrivals=_CONSUMERS),
+        "free": free(num_barriers=config.stages, num_arrivals=CONSUMERS),
     }
     [out] = launch(
         functools.partial(_kernel, transposed=transposed, config=config, clusters=cores // cluster),
@@ -94,7 +90,7 @@ def matmul(
         scratch,
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
         grid=("cluster", cores // cluster),
-        threads=_CONSUMERS + 1,
+        threads=CONSUMERS + 1,
         cluster=cluster,
         interpret=interpret,
     )
@@ -115,43 +111,29 @@ def _kernel(refs, *, transposed: bool, config: MatmulConfig, clusters: int):
         begin, end, row, column = (refs.table[tile, field] for field in range(1, 5))
         return _Tile(group, begin, end, row, column, pieces)
 
-    @pl.when(warpgroup < _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+    def compute(turn, count):
+        tile = tile_of(turn)
+        pieces, row = tile.pieces, tile.row + (warpgroup * config.cluster + rank) * UNIT
 
-        def compute(turn, count):
-            tile = tile_of(turn)
-            pieces, row = tile.pieces, tile.row + (warpgroup * config.cluster + rank) * _UNIT
+        @pl.when(row < tile.end)
+        def _():
+            sums = _multiply(refs, warpgroup, count, pieces, transposed, config)
+            _write(refs, warpgroup, sums, row, tile, config)
 
-            @pl.when(row < tile.end)
-            def _():
-                sums = _multiply(refs, warpgroup, count, pieces, transposed, config)
-                _write(refs, warpgroup, sums, row, tile, config)
+        @pl.when(row >= tile.end)
+        def _():
+            def skip(index, _):
+                slot = lax.rem(count + index, jnp.int32(config.stages))
+                plgpu.barrier_wait(refs.x_full.at[slot])
+                plgpu.barrier_wait(refs.w_full.at[slot])
+                plgpu.barrier_arrive(refs.free.at[slot])
 
-            @pl.when(row >= tile.end)
-            def _():
-                def skip(index, _):
-                    slot = lax.rem(count + index, jnp.int32(config.stages))
-                    plgpu.barrier_wait(refs.x_full.at[slot])
-                    plgpu.barrier_wait(refs.w_full.at[slot])
-                    plgpu.barrier_arrive(refs.free.at[slot])
+            lax.fori_loop(0, pieces, skip, None)
 
-                lax.fori_loop(0, pieces, skip, None)
+        return count + pieces
 
-            return count + pieces
-
-        lax.fori_loop(0, turns, compute, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
-
-    @pl.when(warpgroup == _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
-        count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
-        if refs.rows is not None:
-            announce_rest(refs.x_full, count, config.stages)
-        if config.cluster > 1:
-            stay(refs.free, count, config.stages)
+    load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
+    run_warpgroups(refs, warpgroup, turns, compute, lambda turn, count: load(tile_of(turn), count), config)
 
 
 def _main_pieces(refs) -> int:
@@ -167,7 +149,7 @@ def _more_pieces(refs) -> int:
 def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
     """The loading warpgroup's part of a tile: x and w of every piece, as far ahead as there are free stages."""
     gathered = refs.rows is not None
-    first = [tile.row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
+    first = [tile.row + (part * config.cluster + rank) * UNIT for part in range(CONSUMERS)]
     chosen = [rows_at.choose(refs.rows, row, tile.begin, tile.end) for row in first] if gathered else None
 
     def load(index, count):
@@ -184,11 +166,11 @@ def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
             source = w.at[tile.group, terms, columns] if transposed else w.at[tile.group, columns, terms]
             axes = "rank" if config.cluster > 1 else None
             plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot], refs.w_full.at[slot], collective_axes=axes)
-            for part in range(_CONSUMERS):
+            for part in range(CONSUMERS):
                 if chosen is not None:
                     rows_at.gather(x, chosen[part], refs.x_smem.at[slot, part], term)
                 else:
-                    source = x.at[pl.ds(first[part], _UNIT), terms]
+                    source = x.at[pl.ds(first[part], UNIT), terms]
                     plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
 
         def copy_more(term):
@@ -212,29 +194,16 @@ def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
 def _multiply(refs, consumer, count, pieces, transposed: bool, config: MatmulConfig):
     """A warpgroup's sums of a tile."""
 
-    def products(sums_ref):
-        def step(index, _):
-            slot = lax.rem(count + index, jnp.int32(config.stages))
-            plgpu.barrier_wait(refs.x_full.at[slot])
-            plgpu.barrier_wait(refs.w_full.at[slot])
-            w = refs.w_smem.at[slot]
-            plgpu.wgmma(sums_ref, refs.x_smem.at[slot, consumer], w if transposed else w.T)
-            # One product stays in flight; the one before is done, and its stage is released.
-            plgpu.wgmma_wait(1)
-            pl.when(index > 0)(lambda: arrive(refs.free, count + index - 1, config.stages))
+    def multiply(sums_ref, _, slot):
+        w = refs.w_smem.at[slot]
+        plgpu.wgmma(sums_ref, refs.x_smem.at[slot, consumer], w if transposed else w.T)
 
-        lax.fori_loop(0, pieces, step, None)
-        sums = sums_ref[...]  # waits for the product in flight
-        pl.when(pieces > 0)(lambda: arrive(refs.free, count + pieces - 1, config.stages))
-        return sums
-
-    accumulator = plgpu.ACC((_UNIT, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(products, accumulator)
+    return sums_of(refs, refs.w_full, count, pieces, multiply, config)
 
 
 def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig):
     """Write a warpgroup's rows that belong to the group; of two buffers the other one's store may be in flight."""
-    whole = jnp.logical_and(row >= tile.begin, row + _UNIT <= tile.end)
+    whole = jnp.logical_and(row >= tile.begin, row + UNIT <= tile.end)
     for number, start in enumerate(range(0, config.columns, 64)):
         buffer = refs.out_smem.at[consumer, number % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -246,7 +215,7 @@ def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig):
 
         @pl.when(jnp.logical_and(inside, whole))
         def _(buffer=buffer, column=column):
-            target = refs.out.at[pl.ds(row, _UNIT), pl.ds(column, 64)]
+            target = refs.out.at[pl.ds(row, UNIT), pl.ds(column, 64)]
             plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
         @pl.when(jnp.logical_and(inside, jnp.logical_not(whole)))
@@ -256,7 +225,7 @@ def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig):
                 def one(index, _):
                     refs.out[index, pl.ds(column, 64)] = buffer[index - row]
 
-                lax.fori_loop(lax.max(row, tile.begin), lax.min(row + _UNIT, tile.end), one, None)
+                lax.fori_loop(lax.max(row, tile.begin), lax.min(row + UNIT, tile.end), one, None)
             else:
                 rows_at.store(buffer, refs.out, row, tile.begin, tile.end, column)
                 plgpu.commit_smem()  # all have read the buffer before it is written again

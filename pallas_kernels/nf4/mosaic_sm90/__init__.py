@@ -13,7 +13,6 @@ from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
 
 __all__ = [
     "COLUMNS",
-    "CORES",
     "ROWS",
     "dequantize",
     "dequantize_shared",
@@ -21,6 +20,3 @@ __all__ = [
     "matmul_rs",
     "matvec",
 ]
-
-CORES = 132
-"""Multiprocessors of an H200."""

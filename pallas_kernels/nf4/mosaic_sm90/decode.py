@@ -22,37 +22,36 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import MosaicConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word, words_of
 from pallas_kernels.shard_gather import Shared
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "tile", "through", "interpret"))
 def dequantize(
     codes: UInt8[Array, "blocks 32"],
     absmax: Float[Array, " blocks"],
     *,
     dtype: DTypeLike,
-    config: MosaicConfig,
+    tile: int,
     through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "blocks 64"]:
-    """Decode whole blocks, at least `config.blocks` of them.
+    """Decode whole blocks, at least `tile` of them.
 
     Args:
         codes: uint8, split order.
         absmax: float32.
         dtype: bfloat16, float16 or float32.
-        config: block sizes.
+        tile: blocks of one, as `config.mosaic_blocks`.
         through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     blocks = absmax.size
     kernel = plgpu.kernel(
-        functools.partial(_kernel, config=config, through=through, interpreted=interpret is not None),
+        functools.partial(_kernel, tile=tile, through=through, interpreted=interpret is not None),
         out_type=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
-        grid=(pl.cdiv(blocks, config.blocks),),
+        grid=(pl.cdiv(blocks, tile),),
         grid_names=("tile",),
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,  # nothing here is both read and written
@@ -65,23 +64,23 @@ def dequantize(
 
 
 # As above.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "tile", "through", "interpret"))
 def dequantize_shared(
     codes: Shared,
     absmax: Float[Array, " blocks"],
     *,
     dtype: DTypeLike,
-    config: MosaicConfig,
+    tile: int,
     through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "blocks 64"]:
     """Decode whole blocks of which each device has a share, read where they lie; the others' take the link meanwhile.
 
     Args:
-        codes: uint8 [blocks, 32], split order; at least `config.blocks` a device.
+        codes: uint8 [blocks, 32], split order; at least `tile` a device.
         absmax: float32.
         dtype: as for `dequantize`.
-        config: block sizes.
+        tile: blocks of one, as `config.mosaic_blocks`.
         through: as for `dequantize`.
         interpret: as for `shard_gather.mosaic_sm90.gather`.
     """
@@ -89,14 +88,14 @@ def dequantize_shared(
     kernel = plgpu.kernel(
         functools.partial(
             _shared_kernel,
-            config=config,
+            tile=tile,
             through=through,
             axis_name=codes.axis_name,
             devices=codes.devices,
             interpreted=interpreted,
         ),
         out_type=jax.ShapeDtypeStruct((absmax.size, BLOCK), dtype),
-        grid=(codes.devices * pl.cdiv(share, config.blocks),),
+        grid=(codes.devices * pl.cdiv(share, tile),),
         grid_names=("tile",),
         compiler_params=compat.reading_peers(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -113,39 +112,39 @@ def _shared_kernel(
     absmax_ref,
     out_ref,
     *,
-    config: MosaicConfig,
+    tile: int,
     through: str | None,
     axis_name: str,
     devices: int,
     interpreted: bool,
 ):
     # Neighbouring thread blocks read from different devices, this one first: the link and the memory work together.
-    count, share, tile = jnp.int32(devices), stack_ref.shape[-2], lax.axis_index("tile")
+    count, share, number = jnp.int32(devices), stack_ref.shape[-2], lax.axis_index("tile")
     device = count - 1 if interpreted else lax.axis_index(axis_name)
-    place = lax.rem(device + lax.rem(tile, count), count)
-    first = _first(lax.div(tile, count), share, config)
+    place = lax.rem(device + lax.rem(number, count), count)
+    first = _first(lax.div(number, count), share, tile)
     there = compat.peer_ref(stack_ref, axis_name, place, interpreted=interpreted)
-    codes_ref, rows = there.at[layer_ref[0], pl.ds(first, config.blocks)], pl.ds(place * share + first, config.blocks)
-    _decode(codes_ref, absmax_ref.at[rows], out_ref.at[rows], config=config, through=through, interpreted=interpreted)
+    codes_ref, rows = there.at[layer_ref[0], pl.ds(first, tile)], pl.ds(place * share + first, tile)
+    _decode(codes_ref, absmax_ref.at[rows], out_ref.at[rows], tile=tile, through=through, interpreted=interpreted)
 
 
-def _kernel(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
-    rows = pl.ds(_first(lax.axis_index("tile"), out_ref.shape[0], config), config.blocks)
+def _kernel(codes_ref, absmax_ref, out_ref, *, tile: int, through: str | None, interpreted: bool):
+    rows = pl.ds(_first(lax.axis_index("tile"), out_ref.shape[0], tile), tile)
     refs = codes_ref.at[rows], absmax_ref.at[rows], out_ref.at[rows]
-    _decode(*refs, config=config, through=through, interpreted=interpreted)
+    _decode(*refs, tile=tile, through=through, interpreted=interpreted)
 
 
-def _first(tile, blocks: int, config: MosaicConfig):
+def _first(number, blocks: int, tile: int):
     """A tile's first block. The last tile is moved back to end with the array: it repeats what its neighbour writes."""
-    return lax.min(tile * config.blocks, jnp.int32(blocks - config.blocks))
+    return lax.min(number * tile, jnp.int32(blocks - tile))
 
 
-def _decode(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
+def _decode(codes_ref, absmax_ref, out_ref, *, tile: int, through: str | None, interpreted: bool):
     if interpreted:  # neither assembly nor layouts there
         codes, absmax = codes_ref[...], absmax_ref[...][:, None]
         decoded = [ptx.lookup_in_jax(codes, absmax, out_ref.dtype, half, through) for half in ptx.HALVES]
     else:
-        layout = _codes_layout(config.bytes_per_thread)
+        layout = _codes_layout(tile // 4)
         codes, absmax = compat.mosaic_load(codes_ref, layout), compat.mosaic_load(absmax_ref, layout.reduce(1))
         decoded = _look_up(codes, absmax, out_ref.dtype, layout, through)
     out_ref[:, :BLOCK_BYTES], out_ref[:, BLOCK_BYTES:] = decoded

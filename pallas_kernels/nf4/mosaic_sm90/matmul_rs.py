@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
-from pallas_kernels.mosaic import launch
+from pallas_kernels.mosaic import launch, stay
 from pallas_kernels.nf4.codebook import BLOCK
 from pallas_kernels.nf4.config import MatmulRsConfig
 from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed, load
@@ -35,6 +35,8 @@ _COLUMNS = _CONSUMERS * ROWS
 _SCALES = 4
 """Scales of a row that are loaded with a step: 16 bytes; two are needed."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+_X_STAGES, _W_STAGES = 4, 3
+"""Pieces of x, of 64 columns, and of codes, of 128 columns, in shared memory."""
 _SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
@@ -71,16 +73,16 @@ def matmul_rs(
     schedule = StreamK.of(rows, columns, summed, config, cores // cluster)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     scratch = {
-        "x_smem": plgpu.SMEM((config.x_stages, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),
+        "x_smem": plgpu.SMEM((_X_STAGES, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),
         # Of two rows of 64 rows of W, two blocks: a consumer takes one of the rows, or one of the blocks.
-        "codes_smem": plgpu.SMEM((config.w_stages, 2, ROWS, BLOCK), jnp.uint8, transforms=CODES_TRANSFORMS),
-        "absmax_smem": plgpu.SMEM((config.w_stages, 2, ROWS, _SCALES), jnp.float32),
+        "codes_smem": plgpu.SMEM((_W_STAGES, 2, ROWS, BLOCK), jnp.uint8, transforms=CODES_TRANSFORMS),
+        "absmax_smem": plgpu.SMEM((_W_STAGES, 2, ROWS, _SCALES), jnp.float32),
         "exchange": plgpu.SMEM((_CONSUMERS, 2, ROWS if gradient else 1, BLOCK), x.dtype),
         "out_smem": plgpu.SMEM((_CONSUMERS, 2, 64, ROWS), x.dtype, transforms=_SWIZZLED),
-        "x_full": plgpu.Barrier(num_barriers=config.x_stages),
-        "x_free": free(num_barriers=config.x_stages, num_arrivals=_CONSUMERS),
-        "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=4),
-        "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=_CONSUMERS),
+        "x_full": plgpu.Barrier(num_barriers=_X_STAGES),
+        "x_free": free(num_barriers=_X_STAGES, num_arrivals=_CONSUMERS),
+        "w_full": plgpu.Barrier(num_barriers=_W_STAGES, num_arrivals=4),
+        "w_free": plgpu.Barrier(num_barriers=_W_STAGES, num_arrivals=_CONSUMERS),
     }
     partials = (schedule.ctas * cluster * _CONSUMERS if schedule.needs_fixup else 1, ROWS, config.rows)
     outputs = {"out": ((rows, columns), x.dtype), "partials": (partials, jnp.float32)}
@@ -152,9 +154,9 @@ def _load(refs, schedule: StreamK, cluster, rank, total, gradient: bool, config:
 
     def load(count, _):
         row, column, term = schedule.place(cluster, lax.min(count, total - 1))
-        slot = lax.rem(count, jnp.int32(config.w_stages))
+        slot = lax.rem(count, jnp.int32(_W_STAGES))
         # Both consumers have read this stage's last codes. The first round of stages starts empty.
-        pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
+        pl.when(count >= _W_STAGES)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
         w_row, w_column = column + rank * _COLUMNS, term
         if gradient:
             w_row, w_column = w_column, w_row
@@ -169,10 +171,10 @@ def _load(refs, schedule: StreamK, cluster, rank, total, gradient: bool, config:
         def _():
             for half in range(2):
                 x_count = 2 * count + half
-                x_slot = lax.rem(x_count, jnp.int32(config.x_stages))
+                x_slot = lax.rem(x_count, jnp.int32(_X_STAGES))
                 # The products that read this stage are done, in both thread blocks of a cluster: the copy below writes
                 # half of the stage here and half in the neighbour.
-                pl.when(x_count >= config.x_stages)(lambda x_slot=x_slot: plgpu.barrier_wait(refs.x_free.at[x_slot]))
+                pl.when(x_count >= _X_STAGES)(lambda x_slot=x_slot: plgpu.barrier_wait(refs.x_free.at[x_slot]))
                 source = refs.x.at[pl.ds(row, config.rows), pl.ds(term + half * BLOCK, BLOCK)]
                 axes = "rank" if config.cluster > 1 else None
                 plgpu.copy_gmem_to_smem(source, refs.x_smem.at[x_slot], refs.x_full.at[x_slot], collective_axes=axes)
@@ -181,27 +183,12 @@ def _load(refs, schedule: StreamK, cluster, rank, total, gradient: bool, config:
 
     lax.fori_loop(0, total + 1, load, None)
     if config.cluster > 1:
-        _stay(refs.x_free, 2 * total, config.x_stages)
-
-
-def _stay(free, count, stages: int):
-    """Wait until every stage is released: a thread block's barriers must outlive its neighbour's last arrival on them.
-
-    Args:
-        free: barriers on which both thread blocks of a cluster release stages.
-        count: pieces loaded in all.
-        stages: pieces in shared memory at a time; so many releases have not been waited for yet.
-    """
-
-    def wait(index, _):
-        plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(stages))])
-
-    lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
+        stay(refs.x_free, 2 * total, _X_STAGES)
 
 
 def _load_half(refs, consumer, gradient: bool, config: MatmulRsConfig, through: str | None, count, pair, half):
     """Codes and tables of half of the `count`th iteration, in registers; its scales are the `pair`th two."""
-    slot = lax.rem(count, jnp.int32(config.w_stages))
+    slot = lax.rem(count, jnp.int32(_W_STAGES))
     if half == 0:  # one barrier for the four copies of the iteration: the second half needs no wait
         plgpu.barrier_wait(refs.w_full.at[slot])
     part, block = (half, consumer) if gradient else (consumer, half)
@@ -223,12 +210,12 @@ def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, c
     """A tile's sums [64, rows], the iterations taken in all, and the decoded first half of the next one."""
 
     def release(x_count):
-        plgpu.barrier_arrive(refs.x_free.at[lax.rem(x_count, jnp.int32(config.x_stages))])
+        plgpu.barrier_arrive(refs.x_free.at[lax.rem(x_count, jnp.int32(_X_STAGES))])
 
     def products(sums_ref):
         def multiply(x_count, weights, *following):
             """Issue a product, load the codes to decode next, and wait for the product before this one."""
-            slot = lax.rem(x_count, jnp.int32(config.x_stages))
+            slot = lax.rem(x_count, jnp.int32(_X_STAGES))
             plgpu.barrier_wait(refs.x_full.at[slot])
             plgpu.wgmma(sums_ref, weights, refs.x_smem.at[slot].T)
             packed = load_half(*following)

@@ -1,6 +1,6 @@
 """y = x Wᵀ for a few rows of x, as few as one: bound by the packed bytes.
 
-A warpgroup takes 32 rows of W (or twice that) and 512 columns at a time, two warps beside each other along either; the
+A warpgroup takes 32 rows of W and 512 columns at a time, two warps beside each other along either; the
 warpgroups of a thread block share the columns and add up their sums. Nothing of W passes through shared memory:
 the thread that loads a block's 32 bytes (lane t of four takes block t of 256 columns) decodes all of it with one table
 and gives it to the tensor cores from its registers. Their product sums over 16 columns in an order that is free as long
@@ -35,6 +35,8 @@ COLUMNS = MATVEC_COLUMNS
 ROWS = 32
 """Rows of W that its four warps cover once."""
 _BLOCKS = COLUMNS // BLOCK
+_STAGES = 2
+"""Pieces of x in shared memory, for each warpgroup."""
 _TOKENS = 8
 """Rows of x in one product of the tensor cores."""
 
@@ -69,7 +71,7 @@ def matvec(
 
     Args:
         x: bfloat16 or float16; `in` a multiple of COLUMNS.
-        codes: uint8, split order; `out` at least config.rows.
+        codes: uint8, split order; `out` at least ROWS.
         absmax: float32.
         config: block sizes.
         through: dtype that decoded values are rounded to before x's; None for none.
@@ -77,23 +79,22 @@ def matvec(
     """
     (tokens, columns), out = x.shape, codes.shape[0]
     padded = pl.cdiv(tokens, _TOKENS) * _TOKENS
-    groups, stages = config.warpgroups, config.stages
-    partial_rows = 2 * config.rows  # two warps beside each other along the columns
+    groups = config.warpgroups
     kernel = plgpu.kernel(
         functools.partial(_kernel, config=config, through=through, interpreted=interpret is not None),
         out_type=jax.ShapeDtypeStruct((tokens, out), x.dtype),
-        grid=(pl.cdiv(out, config.rows),),
+        grid=(pl.cdiv(out, ROWS),),
         grid_names=("tile",),
         num_threads=groups,
         thread_name="warpgroup",
         scratch_types=(
             plgpu.SMEM(
-                (groups * stages, padded, _BLOCKS, BLOCK),
+                (groups * _STAGES, padded, _BLOCKS, BLOCK),
                 x.dtype,
                 transforms=(plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)),
             ),
-            plgpu.SMEM((groups, partial_rows, padded), jnp.float32),
-            plgpu.Barrier(num_barriers=groups * stages),
+            plgpu.SMEM((groups, 2 * ROWS, padded), jnp.float32),  # two warps lie beside each other along the columns
+            plgpu.Barrier(num_barriers=groups * _STAGES),
             plgpu.Barrier(num_arrivals=groups),
         ),
         compiler_params=plgpu.CompilerParams(
@@ -109,15 +110,15 @@ def matvec(
 def _kernel(
     x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: MatvecConfig, through, interpreted
 ):
-    group, groups, stages = lax.axis_index("warpgroup"), config.warpgroups, config.stages
+    group, groups = lax.axis_index("warpgroup"), config.warpgroups
     steps, padded = x_ref.shape[1] // _BLOCKS, x_smem.shape[1]
     # The last tile is moved back to end with the array: it repeats what its neighbour writes.
-    first = lax.min(lax.axis_index("tile") * config.rows, jnp.int32(out_ref.shape[1] - config.rows))
-    rows = pl.ds(first, config.rows)
+    first = lax.min(lax.axis_index("tile") * ROWS, jnp.int32(out_ref.shape[1] - ROWS))
+    rows = pl.ds(first, ROWS)
     turns = lax.div(steps - group + (groups - 1), jnp.int32(groups))
 
     def load_x(turn):
-        slot = group * stages + lax.rem(turn, jnp.int32(stages))
+        slot = group * _STAGES + lax.rem(turn, jnp.int32(_STAGES))
         # From a row that is not known to be 0, because a copy may reach behind the last row.
         tokens, blocks = pl.ds(first * 0, padded), pl.ds((turn * groups + group) * _BLOCKS, _BLOCKS)
         plgpu.copy_gmem_to_smem(x_ref.at[tokens, blocks], x_smem.at[slot], full.at[slot])
@@ -133,17 +134,17 @@ def _kernel(
     def step(turn, carry):
         total, (codes, absmax), *ahead = carry
         ahead.append(load_codes(turn + config.ahead))
-        slot = group * stages + lax.rem(turn, jnp.int32(stages))
+        slot = group * _STAGES + lax.rem(turn, jnp.int32(_STAGES))
         plgpu.barrier_wait(full.at[slot])
         add = _add_interpreted if interpreted else _add
         total = add(total, codes, absmax, x_smem.at[slot], through)
         # `add` ends in a barrier of the warpgroup: all its threads have read the stage that is loaded anew here.
-        pl.when(turn + stages < turns)(lambda: load_x(turn + stages))
+        pl.when(turn + _STAGES < turns)(lambda: load_x(turn + _STAGES))
         return total, *ahead
 
-    # In flight from here on: `stages` pieces of x (TMA, shared memory), `config.ahead` pieces of W (plain loads,
+    # In flight from here on: `_STAGES` pieces of x (TMA, shared memory), `config.ahead` pieces of W (plain loads,
     # registers). Warpgroups share no stage, so none waits for another before the end.
-    for turn in range(stages):
+    for turn in range(_STAGES):
         pl.when(turn < turns)(functools.partial(load_x, jnp.int32(turn)))
     ahead = [load_codes(jnp.int32(turn)) for turn in range(config.ahead)]
     total = jnp.zeros(sums.shape[1:], jnp.float32)
@@ -170,28 +171,26 @@ def _add(total, codes, absmax, x_ref, through):
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def add(_, total, codes, absmax, x_ref):
-        row_tiles, token_tiles, offset = total.shape[0] // 64, total.shape[1] // _TOKENS, _offset_in_x()
-        sums = total.registers.reshape(row_tiles, token_tiles, 2).copy()  # 2: rows that are 8 apart
-        packed = codes.registers.reshape(row_tiles, 2, 2)
-        scales = absmax.registers.reshape(row_tiles, 2)
+        token_tiles, offset = total.shape[1] // _TOKENS, _offset_in_x()
+        sums = total.registers.reshape(token_tiles, 2).copy()  # 2: rows that are 8 apart
+        packed, scales = codes.registers.reshape(2, 2), absmax.registers.reshape(2)
         pointer = mgpu.utils.memref_ptr(x_ref)
         for quarter in range(4):  # of a block's bytes: 8 of them, two words
             x_words = [
                 [_load_x(pointer, offset, half * 4 + quarter, tile) for tile in range(token_tiles)] for half in range(2)
             ]
-            for row_tile in range(row_tiles):
-                decoded = []  # by row, word and half: two registers
-                for row in range(2):
-                    scale = vector.extract(scales[row_tile, row], [], [0])
-                    words = words_of(packed[row_tile, row, quarter // 2])[quarter % 2 * 2 :][:2]
-                    decoded.append([look_up_word(word, scale, dtype, through) for word in words])
-                for word in range(2):
-                    for half in range(2):
-                        upper, lower = decoded[0][word][half], decoded[1][word][half]
-                        weights = [upper[0], lower[0], upper[1], lower[1]]
-                        for tile in range(token_tiles):
-                            pair = x_words[half][tile][2 * word : 2 * word + 2]
-                            sums[row_tile, tile] = _multiply(sums[row_tile, tile], weights, pair, dtype)
+            decoded = []  # by row, word and half: two registers
+            for row in range(2):
+                scale = vector.extract(scales[row], [], [0])
+                words = words_of(packed[row, quarter // 2])[quarter % 2 * 2 :][:2]
+                decoded.append([look_up_word(word, scale, dtype, through) for word in words])
+            for word in range(2):
+                for half in range(2):
+                    upper, lower = decoded[0][word][half], decoded[1][word][half]
+                    weights = [upper[0], lower[0], upper[1], lower[1]]
+                    for tile in range(token_tiles):
+                        pair = x_words[half][tile][2 * word : 2 * word + 2]
+                        sums[tile] = _multiply(sums[tile], weights, pair, dtype)
         mgpu.utils.warpgroup_barrier()  # every thread has read x: its stage may be loaded anew
         return mgpu.FragmentedArray(
             _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=None

@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.float8.scales import scale_of
-from pallas_kernels.float8.triton import RowConfig, row_config
+from pallas_kernels.float8.triton import padded, row_warps
 from pallas_kernels.thin import PARTS, parts, side_by_side
 from pallas_kernels.tiles import Tiles, divisor, width
 
@@ -44,31 +44,30 @@ def products_config(rank: int) -> Tiles:
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def round_rows(
-    x: Array, weight: Array, eps: ArrayLike, offset: float, config: RowConfig | None = None, interpret: bool = False
+    x: Array, weight: Array, eps: ArrayLike, offset: float, interpret: bool = False
 ) -> tuple[Rounded, Array]:
     """The normalised rows in float8, and the reciprocal root mean square of each; a program holds a row."""
-    config = config or row_config(x.shape[1])
     codes, scales, rstd = pl.pallas_call(
-        functools.partial(_round_rows, offset=offset, size=config.columns),
+        functools.partial(_round_rows, offset=offset),
         out_shape=(
             jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
             jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
         ),
         grid=x.shape[:1],
-        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(x.shape[1]), num_stages=1),
         interpret=interpret,
         name="rms_norm_round_rows",
     )(x, weight, jnp.float32(eps).reshape(1))
     return Rounded(codes, scales), rstd
 
 
-def _round_rows(x_ref, weight_ref, eps_ref, codes_ref, scales_ref, rstd_ref, *, offset: float, size: int):
+def _round_rows(x_ref, weight_ref, eps_ref, codes_ref, scales_ref, rstd_ref, *, offset: float):
     row, features = pl.program_id(0), x_ref.shape[1]
-    columns = jax.lax.iota(jnp.int32, size)
-    inside = None if size == features else columns < features
+    columns = jax.lax.iota(jnp.int32, padded(features))
+    inside = None if columns.size == features else columns < features
 
     def load(ref):
         other = None if inside is None else jnp.zeros((), ref.dtype)

@@ -64,7 +64,7 @@ def test_tables_and_file(tmp_path):
     assert dense["share"] is None
     left = 8 * (4 * 5 / 2) / (32 * 33 / 2)  # eight documents of four tokens in place of one of 32
     assert masked["share"] == pytest.approx(masked["microseconds"] / (dense["microseconds"] * left))
-    assert "need an NVIDIA GPU" in by["short", "both", "triton"]["reason"]
+    assert "needs an NVIDIA GPU" in by["short", "both", "triton"]["reason"]
     saved = json.loads((tmp_path / "attention.json").read_text())
     assert len(saved["results"]) == len(lines) and saved["case"]["seq"] == 32
     assert "attention · documents · 2×32" in console.export_text()

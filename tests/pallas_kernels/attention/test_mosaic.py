@@ -37,7 +37,7 @@ def interpreted(monkeypatch):
                 backward=functools.partial(mosaic_sm90.backward, **configs["backward"], interpret=params),
             )
             monkeypatch.setitem(REGISTRY.implementations, "mosaic", on_ranges(module))
-            monkeypatch.setattr(mosaic_sm90, "_cores", lambda: 3)  # so that a thread block has several tiles
+            monkeypatch.setattr(mosaic_sm90, "num_cores", lambda: 3)  # so that a thread block has several tiles
 
             def both(arguments, cotangents):
                 results, vjp = jax.vjp(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.float8 import Scaled, matmul, quantize_rows
+from pallas_kernels.float8 import matmul, quantize_rows
 from pallas_kernels.glu.lora import (
     Inner,
     config,
@@ -16,9 +16,8 @@ from pallas_kernels.glu.lora import (
     reference,
     triton,
 )
-from pallas_kernels.tiles import RANKS, padded_rank
-from tests.support.aot import AOT, needs_cuda_plugin
-from tests.support.resources import of_triton
+from pallas_kernels.tiles import padded_rank
+from tests.support.close import close
 from tests.support.scaled import scaled
 
 ROWS, FEATURES = 128, 192
@@ -63,15 +62,6 @@ def results(gate_up, products, b, dh, a, dproducts, activation, implementation=N
     options = {"activation": activation, "with_h": inner is None and a is None, "implementation": implementation}
     *backward, _ = glu_lora_backward(gate_up, inner, dh, down, **options)
     return h, down_products, *backward
-
-
-def close(found, expected, tolerance):
-    """By the norm of the difference; None in the same places."""
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-            assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -184,43 +174,6 @@ def test_h_that_is_not_finite_stays_so_in_float8():
     ):
         product = matmul(*h, *quantize_rows(jnp.ones((16, 128), jnp.bfloat16)))
         assert np.isfinite(np.asarray(product, np.float32)).all(1).tolist() == [False] * 2 + [True] * 62
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-@pytest.mark.exhaustive("128-h200")
-@pytest.mark.parametrize(("rank", "card"), [(16, "h200"), (128, "h200"), (16, "4090")])
-def test_nothing_spills_in_float8(card, rank, tmp_path):
-    """Products whose scales are left to the kernels, and h in float8."""
-    aot = AOT(card)
-    make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
-    rank = min(rank, config.largest_rank(aot.card.capability))
-    specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
-    scales = [aot.spec((size,), jnp.float32) for size in (8192, 28672, 14336)]
-
-    def both(gate_up, products, b, dh, a, dproducts, rows, wide, narrow):
-        inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
-        gate_up, dh = Scaled(gate_up, rows, wide), Scaled(dh, rows, narrow)
-        h, _ = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
-        return h, glu_lora_backward(gate_up, inner, dh, (a, dproducts), with_absmax=True, **options)
-
-    found = of_triton(aot, both, *specs, *scales, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-@pytest.mark.exhaustive(by="test_nothing_spills_in_float8")
-@pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
-@pytest.mark.parametrize("rank", RANKS)
-def test_nothing_spills(card, rank, tmp_path):
-    aot = AOT(card)
-    if rank > config.largest_rank(aot.card.capability):
-        return  # refused, as test_dispatch says
-    make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
-    specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
-    found = of_triton(aot, lambda *arrays: results(*arrays, "silu", "triton"), *specs, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
 
 
 def test_ranks_are_padded_to_what_kernels_serve():

@@ -44,15 +44,18 @@ def test_matmul(arrays, transposed, dtype):
     low_rank = None if transposed else (z, b)
     expected = (exact.dx if transposed else exact.matmul)(x, w, SIZES, low_rank=low_rank)
     options = {"transposed": transposed, "config": CONFIG, "cores": 2}
+    sizes = jnp.asarray(SIZES, jnp.int32)
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.matmul(x, w, jnp.asarray(SIZES, jnp.int32), None, low_rank, interpret=interpret, **options)
+        found = mosaic_sm90.matmul_of_tiles(
+            x, w, jnp.asarray(SIZES, jnp.int32), None, low_rank, interpret=interpret, **options
+        )
     assert_close(found, expected, dtype)
 
 
 def test_dw(arrays):
     x, dy = (jnp.asarray(arrays[name], "bfloat16") for name in ("x", "dy"))
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.dw(
+        found = mosaic_sm90.dw_of_tiles(
             dy, x, jnp.asarray(SIZES, jnp.int32), dtype="bfloat16", config=CONFIG, cores=2, interpret=interpret
         )
     assert_close(found, exact.dw(dy, x, SIZES), "bfloat16")

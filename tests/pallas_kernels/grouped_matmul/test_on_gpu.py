@@ -63,10 +63,12 @@ def test_every_configuration(cluster, columns):
     sizes = jnp.asarray([130, 0, 257, 63, 64, 5], jnp.int32)
     config = MatmulConfig(columns, cluster=cluster)
     options = {"config": config, "cores": 132}
-    found = mosaic_sm90.matmul(x, w, sizes, transposed=False, **options)
+    found = mosaic_sm90.matmul_of_tiles(x, w, sizes, transposed=False, **options)
     assert_close(found, exact.matmul(x, w, sizes), "bfloat16")
-    assert_close(mosaic_sm90.matmul(dy, w, sizes, transposed=True, **options), exact.dx(dy, w, sizes), "bfloat16")
-    found = mosaic_sm90.dw(dy, x, sizes, dtype=jnp.bfloat16, **options)
+    assert_close(
+        mosaic_sm90.matmul_of_tiles(dy, w, sizes, transposed=True, **options), exact.dx(dy, w, sizes), "bfloat16"
+    )
+    found = mosaic_sm90.dw_of_tiles(dy, x, sizes, dtype=jnp.bfloat16, **options)
     assert_close(found, exact.dw(dy, x, sizes), "bfloat16")
 
 

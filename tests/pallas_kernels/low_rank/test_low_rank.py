@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.float8 import Scaled, quantize_rows
+from pallas_kernels.float8 import quantize_rows
 from pallas_kernels.low_rank import (
     config,
     low_rank_add,
@@ -18,8 +18,7 @@ from pallas_kernels.low_rank import (
     triton,
 )
 from pallas_kernels.tiles import RANKS
-from tests.support.aot import AOT, needs_cuda_plugin
-from tests.support.resources import of_triton
+from tests.support.close import close
 from tests.support.scaled import scaled
 
 #: columns of each part, rank
@@ -67,13 +66,6 @@ def results(arrays, parts, implementation=None):
         *low_rank_output_gradients(dy, products, b, parts=parts, **options)[:2],
         *low_rank_input_gradients(dx, x, products, a, **options),
     )
-
-
-def close(found, expected, tolerance):
-    """By the norm of the difference."""
-    for ours, theirs in zip(found, expected, strict=True):
-        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize(("parts", "rank"), CASES)
@@ -151,64 +143,6 @@ def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B(parts, rank)
     ):
         jax.tree.map(np.testing.assert_array_equal, found, (*plain[:2], quantize_rows(dy)))
         assert plain[2] is None
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-def test_nothing_spills_where_rows_are_rounded_beside_the_gradients_behind_B(tmp_path):
-    aot, rank = AOT("h200"), config.LARGEST_OUTPUT_RANK
-    wide, thin = (aot.spec((8192, width), jnp.bfloat16) for width in (6144, 3 * rank))
-    specs = wide, thin, aot.spec((6144, rank), jnp.bfloat16), aot.spec((8192,), jnp.float32)
-
-    def gradients(dy, products, b, absmax):
-        options = {"parts": (4096, 1024, 1024), "absmax": absmax, "implementation": "triton"}
-        return low_rank_output_gradients(dy, products, b, **options)
-
-    found = of_triton(aot, gradients, *specs, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-@pytest.mark.exhaustive("128")
-@pytest.mark.parametrize("rank", RANKS)
-def test_nothing_spills_where_rows_are_rounded(rank, tmp_path):
-    aot = AOT("h200")
-    specs = aot.spec((8192, 28672), jnp.bfloat16), aot.spec((8192,), jnp.float32), aot.spec((28672, rank), jnp.bfloat16)
-
-    def both(dy, absmax, b):
-        return low_rank_round_rows(dy, absmax, b, parts=(14336, 14336), implementation="triton")
-
-    found = of_triton(aot, both, *specs, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-def test_nothing_spills_where_scales_are_left_to_the_sum(tmp_path):
-    aot = AOT("h200")
-    large, (rows, columns) = aot.spec((8192, 4096), jnp.bfloat16), (aot.spec((n,), jnp.float32) for n in (8192, 4096))
-    others = [aot.spec(shape, jnp.bfloat16) for shape in ((8192, 16), (4096, 16))]
-
-    def add(base, rows, columns, products, b, residual):
-        options = {"parts": (4096,), "residual": residual, "implementation": "triton"}
-        return low_rank_add(Scaled(base, rows, columns), products, b, **options)
-
-    found = of_triton(aot, add, large, rows, columns, *others, large, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-@pytest.mark.exhaustive("32-h200")
-@pytest.mark.parametrize("card", ["h200", "a100-80"])
-@pytest.mark.parametrize("rank", RANKS[1:])
-def test_nothing_spills(card, rank, tmp_path):
-    aot, parts = AOT(card), (4096,)
-    specs = operands(parts, rank, None, 8192, 4096, lambda shape, scale: aot.spec(shape, jnp.bfloat16))
-    chosen = None if rank > config.LARGEST_OUTPUT_RANK else "triton"
-    found = of_triton(aot, lambda *arrays: results(arrays, parts, chosen), *specs, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.parametrize(

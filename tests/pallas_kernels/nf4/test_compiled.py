@@ -97,7 +97,7 @@ def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, mon
     """No spills: 128 sums and two operands leave room for decoding; and no products one after the other."""
     aot = AOT("h200")
     arguments = aot.spec((rows, shape[0 if gradient else 1]), dtype), *specs(aot, shape)
-    function = functools.partial(mosaic_sm90.matmul_rs, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
+    function = functools.partial(mosaic_sm90.matmul_rs, gradient=gradient, config=sizes, cores=132)
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
 

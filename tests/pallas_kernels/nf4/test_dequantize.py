@@ -1,7 +1,5 @@
 """Every implementation against the reference, bit for bit, and the reference against bitsandbytes and bytes by hand."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -99,15 +97,14 @@ def test_another_map():
     assert_bit_equal(nf4.dequantize(codes, absmax, **arguments), reference.dequantize(codes, absmax, **arguments))
 
 
-@pytest.mark.parametrize("blocks", [None, config.TritonConfig(32, 2)], ids=str)
+@pytest.mark.parametrize("blocks", [None, 32], ids=str)
 @pytest.mark.parametrize("shape", WHOLE)
 def test_triton_interpreted_equals_reference(shape, blocks):
     codes, absmax = packed(shape)
 
     def decode(c, a, dtype):
-        chosen = blocks or config.triton_config(dtype)
-        chosen = dataclasses.replace(chosen, blocks=min(chosen.blocks, num_blocks(shape)))
-        return triton.dequantize(c.reshape(-1, 32), a, dtype=dtype, config=chosen, interpret=True).reshape(shape)
+        tile = min(blocks or config.triton_blocks(dtype), num_blocks(shape))
+        return triton.dequantize(c.reshape(-1, 32), a, dtype=dtype, tile=tile, interpret=True).reshape(shape)
 
     expected = references(codes, absmax, shape, "split")
     jax.tree.map(assert_bit_equal, all_dtypes(decode)(codes, absmax), expected)
@@ -117,9 +114,9 @@ def test_triton_interpreted_equals_reference(shape, blocks):
 @pytest.mark.parametrize("shape", WHOLE)
 def test_mosaic_interpreted_equals_reference(shape, dtype):
     codes, absmax = packed(shape)
-    small = dataclasses.replace(config.mosaic_config(dtype), blocks=min(32, num_blocks(shape)))
+    small = min(32, num_blocks(shape))
     with mosaic_interpreter() as interpret:
-        decoded = mosaic_sm90.dequantize(codes.reshape(-1, 32), absmax, dtype=dtype, config=small, interpret=interpret)
+        decoded = mosaic_sm90.dequantize(codes.reshape(-1, 32), absmax, dtype=dtype, tile=small, interpret=interpret)
     expected = reference.dequantize(codes, absmax, shape=shape, dtype=dtype, order="split")
     assert_bit_equal(decoded.reshape(shape), expected)
 

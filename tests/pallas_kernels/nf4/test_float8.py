@@ -68,7 +68,7 @@ def test_triton_equals_the_definition(transposed):
         found = triton_float8.dequantize_transposed(codes, scaled, shape=SHAPE, rows=64, interpret=True)
     else:
         scaled = absmax / scales[:, None]
-        options = {"dtype": jnp.float8_e4m3fn, "config": config.triton_config(jnp.float8_e4m3fn), "interpret": True}
+        options = {"dtype": jnp.float8_e4m3fn, "tile": config.triton_blocks(jnp.float8_e4m3fn), "interpret": True}
         found = triton.dequantize(codes.reshape(-1, 32), scaled.reshape(-1), **options).reshape(SHAPE)
     assert_same([found], [expected])
 

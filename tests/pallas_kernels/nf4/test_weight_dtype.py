@@ -74,12 +74,12 @@ def test_kernels_round_twice_in_the_interpreter(named, dtype):
     codes, absmax = packed((24, 192))
     expected = decoded(codes, absmax, named, dtype)
     blocks = codes.reshape(-1, 32), absmax.reshape(-1)
-    sizes = config.triton_config(dtype)
-    found = triton.dequantize(*blocks, dtype=dtype, config=sizes, through=named, interpret=True)
+    tile = config.triton_blocks(dtype)
+    found = triton.dequantize(*blocks, dtype=dtype, tile=tile, through=named, interpret=True)
     assert_bit_equal(found.reshape(expected.shape), expected)
     with mosaic_interpreter() as interpret:
-        sizes = config.mosaic_config(dtype)
-        found = mosaic_sm90.dequantize(*blocks, dtype=dtype, config=sizes, through=named, interpret=interpret)
+        tile = config.mosaic_blocks(dtype)
+        found = mosaic_sm90.dequantize(*blocks, dtype=dtype, tile=tile, through=named, interpret=interpret)
     assert_bit_equal(found.reshape(expected.shape), expected)
 
 

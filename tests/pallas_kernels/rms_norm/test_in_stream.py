@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rms_norm import REGISTRY, config, reference, rms_norm_in_stream, triton
-from pallas_kernels.rms_norm.config import Programs
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
 
@@ -53,8 +52,8 @@ def close(found, expected, dtype):
 def interpreted(monkeypatch, rows):
     """The kernels in jax.numpy in place of XLA's."""
     kernels = REGISTRY["xla"]._replace(
-        forward=lambda *arguments: triton.forward(*arguments, 1, True),
-        backward=lambda *arguments: triton.backward(*arguments, Programs(rows, 1), True),
+        forward=lambda *arguments: triton.forward(*arguments, True),
+        backward=lambda *arguments: triton.backward(*arguments, rows, True),
     )
     monkeypatch.setitem(REGISTRY.implementations, "xla", kernels)
 
@@ -78,8 +77,8 @@ def test_triton_in_the_interpreter_matches_float64(monkeypatch, rows, width, dty
 
 def test_programs_have_all_rows_between_them():
     for rows, features in ((1, 64), (8192, 2048), (8191, 4096), (8193, 8192), (100, 2304)):
-        programs = config.backward_config(rows, features)
-        assert programs.rows * -(-rows // programs.rows) >= rows and 1 <= programs.num_warps <= 32
+        run = config.rows_of_program(rows, features)
+        assert run * -(-rows // run) >= rows and 1 <= config.warps(features) <= 32
 
 
 def test_what_cannot_be_served_is_refused():

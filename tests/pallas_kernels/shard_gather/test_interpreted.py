@@ -1,13 +1,12 @@
 """The kernels that read other devices' memory, as the last of several devices, in Mosaic's interpreter."""
 
-import dataclasses
 import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.nf4 import config, mosaic_sm90, reference
+from pallas_kernels.nf4 import mosaic_sm90, reference
 from pallas_kernels.shard_gather import Shared
 from pallas_kernels.shard_gather.mosaic_sm90 import gather
 from tests.pallas_kernels.shard_gather.support import stacks
@@ -37,9 +36,8 @@ def test_codes_decode_where_they_lie(rows, dtype):
     blocks = devices * rows
     codes = jnp.asarray(rng.integers(0, 256, (2, blocks, 32), dtype=np.uint8))
     absmax = jnp.asarray(rng.uniform(0.01, 1, blocks), jnp.float32)
-    sizes = dataclasses.replace(config.mosaic_config(dtype), blocks=16)
     shared = Shared(of_devices(codes, devices), jnp.int32(1), "fsdp", devices)
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.dequantize_shared(shared, absmax, dtype=dtype, config=sizes, interpret=interpret)
+        found = mosaic_sm90.dequantize_shared(shared, absmax, dtype=dtype, tile=16, interpret=interpret)
     expected = reference.dequantize(codes[1], absmax, shape=(blocks, 64), dtype=dtype, order="split")
     np.testing.assert_array_equal(found, expected)

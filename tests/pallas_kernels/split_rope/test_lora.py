@@ -5,16 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.float8 import Scaled, quantize_rows
+from pallas_kernels.float8 import quantize_rows
 from pallas_kernels.split_rope.lora import (
     reference,
     split_rope_lora_backward,
     split_rope_lora_forward,
     triton,
 )
-from pallas_kernels.tiles import RANKS
-from tests.support.aot import AOT, needs_cuda_plugin
-from tests.support.resources import of_triton
+from tests.support.close import close
 from tests.support.scaled import scaled
 
 
@@ -43,12 +41,6 @@ def results(arrays, heads, implementation=None):
     found = split_rope_lora_forward(base, products, b, cos, sin, heads=heads, implementation=implementation)
     back = split_rope_lora_backward(gradients, products, b, cos, sin, heads=heads, implementation=implementation)
     return *found, *back[:3]
-
-
-def close(found, expected, tolerance):
-    for ours, theirs in zip(found, expected, strict=True):
-        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -97,34 +89,6 @@ def test_the_gradient_of_the_product_comes_in_float8_too_on_a_card():
     )
     plain = run(gradients, False)
     jax.tree.map(np.testing.assert_array_equal, run(gradients, True), plain._replace(rows=quantize_rows(plain.base)))
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-def test_nothing_spills_where_scales_are_left_to_the_turn(tmp_path):
-    aot = AOT("h200")
-    make = lambda shape, scale, dtype: aot.spec(shape, dtype)  # noqa: E731
-    base, *others, _ = operands(False, jnp.bfloat16, 8192, (32, 8), 128, 16, make)
-    scales = [aot.spec((size,), jnp.float32) for size in base.shape]
-
-    def turn(base, rows, columns, *others):
-        return split_rope_lora_forward(Scaled(base, rows, columns), *others, heads=(32, 8), implementation="triton")
-
-    found = of_triton(aot, turn, base, *scales, *others, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
-
-
-@pytest.mark.aot
-@needs_cuda_plugin
-@pytest.mark.exhaustive("32-h200")
-@pytest.mark.parametrize("card", ["h200", "a100-80"])
-@pytest.mark.parametrize("rank", RANKS[1:])
-def test_nothing_spills(card, rank, tmp_path):
-    aot = AOT(card)
-    make = lambda shape, scale, dtype: aot.spec(shape, dtype)  # noqa: E731
-    arrays = operands(False, jnp.bfloat16, 8192, (32, 8), 128, rank, make)
-    found = of_triton(aot, lambda *arrays: results(arrays, (32, 8), "triton")[:3], *arrays, folder=tmp_path)
-    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,12 @@
+"""Closeness of results by the norm of their difference."""
+
+import numpy as np
+
+
+def close(found, expected, tolerance):
+    """Each array within the tolerance of the expected one's norm; None in the same places."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+            assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
