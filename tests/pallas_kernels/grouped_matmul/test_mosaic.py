@@ -46,9 +46,7 @@ def test_matmul(arrays, transposed, dtype):
     options = {"transposed": transposed, "config": CONFIG, "cores": 2}
     sizes = jnp.asarray(SIZES, jnp.int32)
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.matmul_of_tiles(
-            x, w, jnp.asarray(SIZES, jnp.int32), None, low_rank, interpret=interpret, **options
-        )
+        found = mosaic_sm90.matmul_of_tiles(x, w, sizes, None, low_rank, interpret=interpret, **options)
     assert_close(found, expected, dtype)
 
 
