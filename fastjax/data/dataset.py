@@ -7,6 +7,14 @@ from fastjax.data import notes
 from fastjax.data.packing import PackedRows
 from fastjax.data.settings import SpecialTokens
 
+_APART = (
+    "answers in examples of their own, since the chat template rewrites them when messages follow (loss_on: "
+    "last_response leaves them out)"
+)
+_ELSEWHERE = (
+    "answers are learnt behind another text than generation's, since the chat template begins an answer otherwise there"
+)
+
 
 class DataStatistics(NamedTuple):
     """Counts over a whole data set.
@@ -60,24 +68,15 @@ class DataStatistics(NamedTuple):
             f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
             f"{self.slots_filled:.1%} of the slots filled",
         ]
-        if self.truncated:
-            parts.append(f"{self.truncated:,} truncated")
-        if self.split:
-            parts.append(f"{self.split:,} too long, split")
-        if self.dropped:
-            parts.append(f"{self.dropped:,} too long, dropped")
-        if self.no_targets:
-            parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
-        if self.apart:
-            parts.append(
-                f"{self.apart:,} answers in examples of their own, since the chat template rewrites them when messages "
-                "follow (loss_on: last_response leaves them out)"
-            )
-        if self.elsewhere:
-            parts.append(
-                f"{self.elsewhere:,} answers are learnt behind another text than generation's, since the chat template "
-                "begins an answer otherwise there"
-            )
+        counted = (
+            (self.truncated, "truncated"),
+            (self.split, "too long, split"),
+            (self.dropped, "too long, dropped"),
+            (self.no_targets, "left out: nothing to learn in them"),
+            (self.apart, _APART),
+            (self.elsewhere, _ELSEWHERE),
+        )
+        parts += [f"{count:,} {words}" for count, words in counted if count]
         for kind, (count, first) in self.notes.items():
             parts.append(f"{count:,} {notes.say(kind, self.special_tokens)} (first: {first})")
         if self.desirable or self.undesirable:

@@ -76,20 +76,14 @@ class Encoded(NamedTuple):
         learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
         roles = self.fields["roles"][rows.order] if self.labelled else np.zeros(0, np.int32)
         statistics = DataStatistics(
-            examples=len(order),
+            **counts._replace(examples=len(order))._asdict(),
             documents=len(rows.order),
-            truncated=counts.truncated,
-            split=counts.split,
-            dropped=counts.dropped,
-            no_targets=counts.no_targets,
             tokens=int(documents.lengths[rows.order].sum()),
             target_tokens=int(learnt[rows.order].sum()),
             rows=len(rows),
             slots=len(rows) * row_length,
             notes=self.noted,
             special_tokens=options.special_tokens,
-            apart=counts.apart,
-            elsewhere=counts.elsewhere,
             desirable=int(np.sum(roles == Role.CHOSEN)),
             undesirable=int(np.sum(roles == Role.REJECTED)),
         )

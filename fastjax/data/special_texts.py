@@ -7,8 +7,10 @@ those left in the rendered text are the template's. These become the second toke
 again. A name is as long as its text, so that offsets stay.
 """
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from fastjax.errors import ConfigError, DataError
@@ -153,21 +155,16 @@ def _replaced(text: str, pattern: re.Pattern[str], by: dict[str, str]) -> str:
 def _names(texts: dict[str, int], beginnings: str) -> dict[str, str]:
     """A name for each text, of the same length."""
     names: dict[str, str] = {}
-    numbers: dict[int, int] = {}
+    unused: dict[int, Iterator[tuple[str, ...]]] = {}
     for text in texts:
         length = len(text)
-        rest, first = divmod(numbers.get(length, 0), len(beginnings))
-        numbers[length] = numbers.get(length, 0) + 1
-        digits = ""
-        for _ in range(length - 1):
-            rest, digit = divmod(rest, len(_DIGITS))
-            digits += _DIGITS[digit]
-        if rest:
+        characters = unused.setdefault(length, itertools.product(beginnings, *[_DIGITS] * (length - 1)))
+        names[text] = "".join(next(characters, ()))
+        if not names[text]:
             raise ConfigError(
                 f"data.special_tokens: text: too many special tokens of {length} characters, such as {text}; leave the "
                 "setting at control"
             )
-        names[text] = beginnings[first] + digits
     return names
 
 
