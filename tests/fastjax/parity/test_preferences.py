@@ -128,8 +128,8 @@ def theirs(kind, options, rows, start, folder, tokenizer):
     return losses
 
 
-# Pairs beside a base, answers alone, a head of one number; losses without a base are TRL's in tests of the objectives.
-# The losses of the others are TRL's in training/preferences/test_objectives.py.
+# Pairs beside a base, answers alone, a head of one number.
+# IPO is in training/preferences/test_objectives.py.
 @pytest.mark.exhaustive("KTO", "Reward")
 @pytest.mark.parametrize("kind", CASES)
 def test_ten_steps(kind, base, tmp_path):

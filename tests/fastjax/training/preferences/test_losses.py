@@ -38,7 +38,7 @@ LOSSES = {
     "ipo": IPOLoss(beta=0.4),
     "orpo": ORPOLoss(beta=0.5),
     "orpo, all": ORPOLoss(beta=0.5, nll_tokens="all"),
-    "simpo": SimPOLoss(beta=2.5, gamma=0.7),
+    "simpo": SimPOLoss(beta=2.5, gamma=0.7, label_smoothing=0.1),
     "kto": KTOLoss(beta=0.3, desirable_weight=1.5, undesirable_weight=0.6),
 }
 #: How much each counts in the gradients that are compared: they are of like size, and KTO's estimate is a microbatch's.
@@ -142,7 +142,8 @@ def formulas(batch, trainable):
         ratio = -0.5 * jnp.log(sigma(jnp.log(p / (1 - p)) - jnp.log(q / (1 - q))))
         found["orpo"] += -chosen / m + ratio
         found["orpo, all"] += -jnp.sum(whole, where=chosen_tokens) / float(chosen_tokens.sum()) + ratio
-        found["simpo"] += -jnp.log(sigma(2.5 * chosen / m - 2.5 * rejected / n - 0.7))
+        margin = 2.5 * chosen / m - 2.5 * rejected / n - 0.7
+        found["simpo"] += -0.9 * jnp.log(sigma(margin)) - 0.1 * jnp.log(sigma(-margin))
     z = jax.lax.stop_gradient(jnp.maximum(0.0, sum(mismatched) / len(mismatched)))
     for log_prob, reference, role in answers:
         r = 0.3 * (log_prob - reference - z)
