@@ -56,6 +56,7 @@ def test_file(write):
 def test_command_line_wins(write):
     overrides = ["--lora.r", "4", "--training.max_steps=7", "--data.train", "[a, b]", "--model.dtype", "null"]
     config = parse_train_config(["--config", write(GOOD), *overrides])
+    assert config == parse_train_config([*overrides, "--config", write(GOOD)])
     assert (config.lora.r, config.training.max_steps) == (4, 7)
     assert config.data.train == ["a", "b"]
     assert config.model.dtype is None
@@ -158,6 +159,11 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
          "label_smoothing_factor, z_loss_coef, neftune_noise_alpha, router_aux_loss_coef, router_z_loss_coef, qat, "
          "deterministic, step_timeout, seed"),
         ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, got none"),
+        (NEEDED.replace("train: d", "train: [{weight: 2}]"), "{file}:2: data.train[0].path: expected a value, got none"),
+        (NEEDED.replace("train: d", "train: [{path: a, streaming: 1}]"),
+         "{file}:2: data.train[0].streaming: expected true or false, got 1"),
+        (NEEDED.replace("data: {train: d}", "data:\n  train:\n  - a\n  - path: b\n    weight: -1"),
+         "{file}:6: data.train[1].weight: expected a number greater than 0 or null, got -1"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file(write, text, message):
@@ -211,32 +217,6 @@ def test_not_text(tmp_path):
     file.write_bytes(b"model: \xff\xfe\n")
     with pytest.raises(ConfigError, match="not valid YAML: .*utf-8"):
         parse_train_config(["--config", str(file)])
-
-
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        ("[{pth: a}]", "data.train[0].pth: unknown; expected one of path, name, split, weight"),
-        ("[a, {path: b, wight: 2}]", "data.train[1].wight: unknown; expected one of path, name, split, weight"),
-        ("[{path: a, weight: much}]", "data.train[0].weight: expected a number greater than 0 or null, got 'much'"),
-        ("[{path: a, streaming: 1}]", "data.train[0].streaming: expected true or false, got 1"),
-        ("[{path: a, columns: [text]}]", "data.train[0].columns: expected a mapping from strings to strings or null"),
-        ("[{weight: 2}]", "data.train[0].path: expected a value, got none"),
-        ("7", "data.train: expected a string or a list of strings or sections with path, got 7"),
-    ],
-)
-def test_mistakes_in_a_list_of_data_sets(write, train, message):
-    file = write(NEEDED.replace("train: d", f"train: {train}"))
-    with pytest.raises(ConfigError) as caught:
-        parse_train_config(["--config", file])
-    assert str(caught.value).startswith(f"{file}:2: {message}")
-
-
-def test_a_mistake_has_its_own_line_in_a_list_of_data_sets(write):
-    file = write(NEEDED.replace("data: {train: d}", "data:\n  train:\n  - a\n  - path: b\n    weight: -1"))
-    with pytest.raises(ConfigError) as caught:
-        parse_train_config(["--config", file])
-    assert str(caught.value) == f"{file}:6: data.train[1].weight: expected a number greater than 0 or null, got -1"
 
 
 @pytest.mark.parametrize(
@@ -361,10 +341,6 @@ def test_printed_settings_can_be_read_again(write, tmp_path, capsys):
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
     assert parse_train_config(["--config", str(printed)]) == parse_train_config(options)
-
-
-def test_the_command_line_wins_wherever_the_file_stands(write):
-    assert parse_train_config(["--lora.r", "4", "--config", write(GOOD)]).lora.r == 4
 
 
 def test_reading_takes_time_in_proportion(write):
