@@ -1,12 +1,14 @@
 """A run's model as it begins: base and adapter from the open folders, and the state before the first step."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from rich.console import Console
 
 from convert.model.spec import QUANTIZED
 from fastjax.errors import ConfigError
 from fastjax.execution.opening import OpenModel
+from fastjax.execution.options import LoadOptions
 from fastjax.language_model import LanguageModel, variants
 from fastjax.language_model.adapters import attach_opened, with_fresh_adapter
 from fastjax.language_model.host import with_host_embedding, with_host_layers
@@ -36,7 +38,7 @@ def load_model(config: TrainConfig, opened: OpenModel, shape: MeshShape = _ONE_D
 
 
 def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_DEVICE) -> None:
-    """Say how large a run's model is and where.
+    """Say how large a run's model is, where, and how it is executed.
 
     Args:
         model: the model.
@@ -49,8 +51,18 @@ def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_D
         console,
         f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on {device.used}, {model.dtype}",
     )
+    say(console, f"execution: {model.execution}{''.join(_beside(model.options))}")
     if device.idle is not None:
         say(console, f"idle: {device.idle}")
+
+
+def _beside(options: LoadOptions) -> Iterator[str]:
+    """The parts of an execution that the arrays know, by their places and products, and its record does not."""
+    if options.base_compute is not None:
+        yield f", products of frozen matrices in {options.base_compute}"
+    for name, given in (("embedding", options.offload_embedding), ("layers", options.offload_layers)):
+        if given:
+            yield f", {name} in the host's memory"
 
 
 def run_shapes(config: TrainConfig, opened: OpenModel) -> LanguageModel:

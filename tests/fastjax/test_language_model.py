@@ -64,23 +64,6 @@ def test_gradient_checkpointing_has_an_effect(base):
     assert made == ["full", "full", "projections", "none"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"full_finetuning": True, "load_in_4bit": True},
-            "load_in_4bit: expected false with full_finetuning: true",
-        ),
-        ({"layer_loop": "loop"}, "layer_loop: expected one of .* got 'loop'"),
-        ({"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
-        ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* got 'some'"),
-    ],
-)
-def test_settings_that_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        FastLanguageModel.from_pretrained(tiny.shared_folder(), **{"load_in_4bit": False, **options})
-
-
 def test_order_of_calls(base, tmp_path):
     with pytest.raises(ConfigError, match="nothing is trained"):
         base.save_pretrained(tmp_path / "nothing")

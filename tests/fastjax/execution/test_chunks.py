@@ -8,7 +8,6 @@ from flax import nnx
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.execution.chunks import by_chunks, check_chunk, chunk_size
-from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
 from fastjax.models.mlp import MLP
@@ -113,12 +112,6 @@ def test_auto_leaves_short_rows_and_policies_that_keep_projections():
     assert chunk_size(512, short, "projections") == 512
     assert chunk_size(1, long, "full") == 1
     assert chunk_size(16384, long, "full") is chunk_size(None, long, "full") is None
-
-
-@pytest.mark.parametrize("chunk", [0, -1, True, "some", 1.5])
-def test_a_chunk_that_is_none_is_refused(chunk):
-    with pytest.raises(ConfigError, match="mlp_chunk: expected an integer of at least 1 or auto or null, got"):
-        LoadOptions(mlp_chunk=chunk)
 
 
 def test_a_chunk_of_mixtures_alone_is_refused():

@@ -1,14 +1,17 @@
-"""The options of loading: declared once, and what they exclude of one another."""
+"""The options of loading: declared once; what each refuses, and what they exclude of one another."""
 
 import dataclasses
 import inspect
 
 import pytest
 
+from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
+from fastjax.execution.execution import Execution
 from fastjax.execution.options import EXECUTION, LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import ModelSection
+from tests.support import tiny
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(LoadOptions)}
 
@@ -45,11 +48,33 @@ def test_the_face_takes_the_options_as_keywords(function, others, changed):
         ({"offload_layers": True, "layer_loop": "unroll"}, "offload_layers: expected false with layer_loop: unroll"),
         ({"offload_embedding": True, "full_finetuning": True}, "offload_embedding: expected false with full_finet"),
         ({"base_compute": "float8", "dtype": "float16"}, "base_compute: expected null with dtype: float16, got float8"),
+        (
+            {"base_compute": "float8", "full_finetuning": True, "load_in_4bit": False},
+            "base_compute: expected null with",
+        ),
+        ({"base_compute": "float4"}, "base_compute: expected float8 or null, got 'float4'"),
         ({"new_tokens": [7]}, "new_tokens: expected a list of strings or null, got"),
+        ({"float32_modules": "norm"}, "float32_modules: expected a list of strings or null, got 'norm'"),
+        ({"layer_loop": "loop"}, "layer_loop: expected one of scan, unroll, got 'loop'"),
+        ({"dtype": "int8"}, "dtype: expected one of bfloat16, float16, float32 or null, got 'int8'"),
+        ({"param_dtype": "int8"}, "param_dtype: expected one of bfloat16, float16, float32, got 'int8'"),
+        ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: expected .* got 'some'"),
+        *(
+            ({"mlp_chunk": chunk}, "mlp_chunk: expected an integer of at least 1 or auto or null, got")
+            for chunk in (0, -1, True, "some", 1.5)
+        ),
     ],
 )
-def test_what_excludes_another_is_refused_by_its_name_here_and_in_the_section(options, message):
+def test_what_is_refused_is_named_here_and_in_the_section(options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         LoadOptions(**options)
     with pytest.raises(ConfigError, match="^model." + message.replace("with ", "with model.")):
         ModelSection("m", **options)
+
+
+def test_an_execution_is_told_in_words():
+    config = read_config(tiny.CONFIG, where="tiny")
+    options = LoadOptions(layer_loop="unroll", use_gradient_checkpointing=False, mlp_chunk=64)
+    assert str(Execution.of(options, config)) == "layers unrolled, rematerialisation projections, MLPs by 64 tokens"
+    said = "layers scanned, rematerialisation full, MLPs by chunks in long rows"
+    assert str(Execution.of(LoadOptions(), config)) == said

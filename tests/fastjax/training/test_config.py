@@ -133,8 +133,6 @@ def test_contradictions():
         OutputSection("o", overwrite_output_dir=True, resume=True)
     with pytest.raises(ConfigError, match=r"warmup_steps \(3\) and optimizer.warmup_ratio \(0.1\) are both set"):
         OptimizerConfig(warmup_steps=3, warmup_ratio=0.1)
-    with pytest.raises(ConfigError, match="model.load_in_4bit: expected false with model.full_finetuning: true"):
-        ModelSection("m", full_finetuning=True)
     whole = ModelSection("m", full_finetuning=True, load_in_4bit=False)
     with pytest.raises(ConfigError, match="lora: expected no such section"):
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
