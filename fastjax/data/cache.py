@@ -20,8 +20,7 @@ import numpy as np
 from convert import strict_json
 from convert.files import atomic_folder
 from fastjax.data.documents import Counts, Documents
-from fastjax.data.origins import Origins
-from fastjax.data.packing import PackedRows
+from fastjax.data.packing import Origins, PackedRows
 
 FORMAT = 4
 """The version; raise it when equal input gives other rows or another layout of the entry."""

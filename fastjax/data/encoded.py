@@ -11,8 +11,7 @@ from fastjax.data import cache, notes
 from fastjax.data.dataset import Dataset, DataStatistics
 from fastjax.data.documents import IGNORE, Documents, Examples, spans
 from fastjax.data.encoding import Encoder
-from fastjax.data.origins import Origins
-from fastjax.data.packing import pack_documents
+from fastjax.data.packing import Origins, pack_documents
 from fastjax.data.preferences import Role
 from fastjax.data.records import PreferenceRecord, Record
 from fastjax.data.settings import PARTS, DataOptions, LossOn

@@ -8,14 +8,13 @@ Truncations Improve Language Modeling", arXiv:2404.10830, use a segment tree for
 The assignment of documents to rows is computed once; a row's arrays are built on access.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 
 from fastjax.data.documents import IGNORE, Documents, spans
-from fastjax.data.origins import Origins
 
 
 class RowArrays(NamedTuple):
@@ -32,6 +31,65 @@ class RowArrays(NamedTuple):
     targets: Int32[np.ndarray, "B S"]
     segment_ids: Int32[np.ndarray, "B S"]
     positions: Int32[np.ndarray, "B S"]
+
+
+class Origins(NamedTuple):
+    """The names of E examples, stored compactly.
+
+    A name nearly always ends in a number: `train.jsonl:12`, `org/name[train] row 7`. The prefix is stored once.
+
+    Attributes:
+        places: Prefixes of names.
+        place: Each example's prefix, by index.
+        number: The number that ends its name; -1: none.
+    """
+
+    places: tuple[str, ...]
+    place: Int32[np.ndarray, " E"]
+    number: Int64[np.ndarray, " E"]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "Origins":
+        """Split names into prefixes and numbers.
+
+        Args:
+            names: One an example.
+        """
+        places: dict[str, int] = {}
+        place, number = [], []
+        for name in names:
+            head = name.rstrip("0123456789")
+            tail = name[len(head) :]
+            if not tail or (tail[0] == "0" and len(tail) > 1) or len(tail) > 18:
+                head, tail = name, "-1"
+            place.append(places.setdefault(head, len(places)))
+            number.append(int(tail))
+        return cls(tuple(places), np.asarray(place, np.int32), np.asarray(number, np.int64))
+
+    def name(self, example: int) -> str:
+        """The name of an example.
+
+        Args:
+            example: The example's index.
+        """
+        number = int(self.number[example])
+        return self.places[self.place[example]] + (str(number) if number >= 0 else "")
+
+    def listed(self, examples: Iterable[int]) -> str:
+        """The names of examples, with each prefix written once in a sequence.
+
+        Args:
+            examples: Their indices.
+
+        Returns:
+            For instance "train.jsonl:12, 95, more.jsonl:4".
+        """
+        parts, before = [], None
+        for example in examples:
+            place, number = int(self.place[example]), int(self.number[example])
+            parts.append(str(number) if place == before and number >= 0 else self.name(example))
+            before = place
+        return ", ".join(parts)
 
 
 class PackedRows(NamedTuple):

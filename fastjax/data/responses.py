@@ -19,7 +19,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fastjax.data.left_out import left_out
+from fastjax.data.notes import left_out
 from fastjax.data.records import Message
 from fastjax.data.template import ChatTemplate, RenderedChat, thought_of, with_reasoning
 from fastjax.data.turns import PROBE

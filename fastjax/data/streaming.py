@@ -22,8 +22,7 @@ from fastjax.data.batches import Batch, stack
 from fastjax.data.documents import Counts, Documents, Examples
 from fastjax.data.encoded import Say, nothing_to_learn
 from fastjax.data.mixture import next_source
-from fastjax.data.origins import Origins
-from fastjax.data.packing import PackedRows, RowArrays, pack_documents
+from fastjax.data.packing import Origins, PackedRows, RowArrays, pack_documents
 from fastjax.data.pipeline import identity, open_data, shaped_by, timed_encoder
 from fastjax.data.prefetch import Prefetched
 from fastjax.data.records import Record

@@ -32,7 +32,7 @@ class RenderedChat(NamedTuple):
         marked: Whether the template marked them.
         others: The range of each message of another role to learn, the end of its turn included.
         elsewhere: How many of the responses follow on another text than the generation prompt.
-        left_out: Kinds of parts of the messages that no text of the conversation has (`fastjax.data.left_out`).
+        left_out: Kinds of parts of the messages that no text of the conversation has (`fastjax.data.notes.left_out`).
     """
 
     text: str

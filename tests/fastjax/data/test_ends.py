@@ -77,15 +77,6 @@ def test_prompts_and_completions(tokenizer):
         check(tokenizer, parse_row({"prompt": text[:cut], "completion": text[cut:]}, "x"), text[:cut], text[cut:])
 
 
-def test_alpacas_columns(tokenizer):
-    set_chat_template(tokenizer, "alpaca")
-    head = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-    before = f"{head}\n\n### Instruction:\nq\n\n### Response:\n"
-    for text in made.endings(ENDINGS, seed=2):
-        record = parse_row({"instruction": "q", "output": text}, "x")
-        check(tokenizer, record, before, text + tokenizer.eos_token)
-
-
 @pytest.mark.parametrize("end", ["", "<|eot_id|>", "</s>"])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 def test_templates(tokenizer, template, end):

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from fastjax.data import DataOptions, pack_documents
 from fastjax.data.dataset import DataStatistics
 from fastjax.data.documents import Counts, Documents
-from fastjax.data.origins import Origins
-from fastjax.data.packing import best_fit
+from fastjax.data.packing import Origins, best_fit
 from fastjax.errors import ConfigError
 
 EXAMPLES = [

@@ -206,8 +206,8 @@ def test_half_of_a_surrogate_pair():
     list(Encoder(tokenizer).encode([parse_row(json.loads('{"text": "\\ud83d\\ude00"}'), "rows:3")]))
     with pytest.raises(DataError, match=r"^the prompt: .*\\ud800, half of a surrogate pair"):
         Encoder(tokenizer).encode_prompt([{"role": "user", "content": "\ud800"}])
-    with pytest.raises(DataError, match=r"^the prompt: .*\\ud800, half of a surrogate pair"):
-        Encoder(tokenizer).encode_beginning("\ud800")
+    with pytest.raises(DataError, match=r"^the prompt: .*\\ud800, half of a surrogate pair, behind 'ab'; remove it"):
+        Encoder(tokenizer).encode_beginning("ab\ud800")
     long = ChatRecord([{"role": "user", "content": "x" * 9999 + "\ud800" + "y" * 9999}], "rows:3")
     with pytest.raises(DataError) as caught:
         list(Encoder(tokenizer).encode([long]))
