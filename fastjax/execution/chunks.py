@@ -69,8 +69,8 @@ def chunk_size(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | None:
         return None
     rows, length = -(-shape[0] // batch_devices()), shape[1] // devices_along(CONTEXT)
     if chunk == "auto":
-        kept = POLICIES[policy]
-        again = kept is not None and "projection" not in kept.kept
+        setting = POLICIES[policy]
+        again = setting is not None and "projection" not in setting.kept
         chunk = AUTO_CHUNK if again and rows * length >= AUTO_TOKENS else None
     size = length if chunk is None else max(1, chunk // rows)
     return size if size < length else None
@@ -137,8 +137,8 @@ class _Call(NamedTuple):
 
     def run(self, leaves: list[Any], key: PRNGKeyArray | None, number: Array, *tokens: Array) -> Array:
         """The function of one chunk, which has a dropout key of its own."""
-        own = None if key is None else jax.random.fold_in(key, number)
-        return self.function(jax.tree.unflatten(self.structure, leaves), own, *tokens)
+        chunk_key = None if key is None else jax.random.fold_in(key, number)
+        return self.function(jax.tree.unflatten(self.structure, leaves), chunk_key, *tokens)
 
 
 def by_chunks(

@@ -108,8 +108,8 @@ def memory_rank(policy: str, row: int) -> int:
         policy: as `policy_of` takes it; of "NAME:k" that of NAME.
         row: tokens of a row.
     """
-    found = POLICIES[policy.partition(":")[0]]
-    return 0 if found is None else found.memory[row >= LONG_ROW]
+    setting = POLICIES[policy.partition(":")[0]]
+    return 0 if setting is None else setting.memory[row >= LONG_ROW]
 
 
 def holds_more(policy: str, other: str, row: int) -> bool:

@@ -52,8 +52,8 @@ def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]
     """Trees of single layers, arranged as the plan's stacks: those that repeat lead with a new axis."""
 
     def tree(stack: LayerStack, position: int) -> Any:
-        own = [layers[stack.start + position + n * stack.period] for n in range(stack.count)]
-        return own[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)
+        members = [layers[stack.start + position + n * stack.period] for n in range(stack.count)]
+        return members[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
 
     return [[tree(stack, position) for position in range(stack.period)] for stack in plan]
 

@@ -100,8 +100,8 @@ def run_streamed(
         near = [f if m is None else m for m, f in zip(moving, fixed, strict=True)]
         moves = [leaf is not None for leaf in moving]
         dx, dnear = _backward(count, saved, near, far, shared, moves, jax.tree.map(_instantiated, gradients))
-        found = iter(dnear)
-        return dx, [next(found) if moved else None for moved in moves], None, None
+        gradients_near = iter(dnear)
+        return dx, [next(gradients_near) if moved else None for moved in moves], None, None
 
     loop.defvjp(forward, backward, symbolic_zeros=True)
     return loop(x, near, far, shared)
@@ -185,23 +185,23 @@ def _recorded(
     """
 
     def step(index, x, here, near, shared) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
-        own = _taken(near, index)
+        arrays_near = _taken(near, index)
         if moves is None:
-            y, sums = one(index, x, own, here, shared)
+            y, sums = one(index, x, arrays_near, here, shared)
             return y, (sums, []), []
-        pairs = list(zip(own, moves, strict=True))
+        pairs = list(zip(arrays_near, moves, strict=True))
         moving = [leaf for leaf, moved in pairs if moved]
 
         def moved_layer(x: Array, moving: list[Array]) -> tuple[Array, Any]:
-            found = iter(moving)
-            arrays = [next(found) if moved else leaf for leaf, moved in pairs]
+            moved_arrays = iter(moving)
+            arrays = [next(moved_arrays) if moved else leaf for leaf, moved in pairs]
             return one(index, x, arrays, here, shared)
 
         (y, sums), pull = jax.vjp(moved_layer, x, moving)
         residuals, structure = jax.tree.flatten(pull)
         known = {
             id(leaf): (group, number)
-            for group, leaves in (("near", own), ("far", here), ("shared", jax.tree.leaves(shared)))
+            for group, leaves in (("near", arrays_near), ("far", here), ("shared", jax.tree.leaves(shared)))
             for number, leaf in enumerate(leaves)
         }
         groups: dict[str, list[Array]] = {"saved": [], "sent": []}
@@ -279,12 +279,12 @@ def _sent(leaves: Sequence[Array], x: Array) -> list[Array]:
 
     As it is, XLA would wait for it as soon as it is under way, before the layer computes.
     """
-    found = list(leaves)
+    sent = list(leaves)
     for place, leaf in enumerate(leaves):
         if leaf is x and len(leaves) > 1:
             unit, _ = jax.lax.optimization_barrier((jnp.ones((), x.dtype), leaves[place - 1]))
-            found[place] = x * unit
-    return found
+            sent[place] = x * unit
+    return sent
 
 
 def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:

@@ -170,16 +170,16 @@ def layers_on_parts(
     def own_copy(keys: tuple[Any, ...], leaf: Any) -> Any:
         return leaf[0] if keys[-1] in _ADAPTER and leaf.ndim == 3 else leaf
 
-    def own(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
-        mine = nnx.merge(graphdef, _by_keys(own_copy, state))
-        for layer in mine:
+    def on_device(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
+        local_layers = nnx.merge(graphdef, _by_keys(own_copy, state))
+        for layer in local_layers:
             _shrink(layer, devices)
             layer.tokens = TensorTokens(split)
-        return run(mine, x, shared, *rest)
+        return run(local_layers, x, shared, *rest)
 
     rows = rows_split(x.shape[0])
     specs = (_specs(state, axes), rows, context, *[P()] * len(rest))
-    return local(own, in_specs=specs, out_specs=(rows, P()))(state, x, shared, *rest)
+    return local(on_device, in_specs=specs, out_specs=(rows, P()))(state, x, shared, *rest)
 
 
 def _check_adapters(projection: Projection, devices: int) -> None:
@@ -268,7 +268,7 @@ def _own_rows(array: Array, sizes: Sequence[int], devices: int, device: Array) -
     """A device's rows of each of several parts."""
     counts = [rows // devices for rows in sizes]
     starts = [part.start + device * count for part, count in zip(row_slices(sizes), counts, strict=True)]
-    return jnp.concatenate([lax.dynamic_slice_in_dim(array, *own) for own in zip(starts, counts, strict=True)])
+    return jnp.concatenate([lax.dynamic_slice_in_dim(array, *bounds) for bounds in zip(starts, counts, strict=True)])
 
 
 def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLike:
@@ -285,15 +285,15 @@ def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLi
     ):
         return weight
     array = jax.tree.leaves(weight)[0]
-    found = _rows_apart(weight, sizes, array.ndim > 2)
-    for piece in found:
+    split = _rows_apart(weight, sizes, array.ndim > 2)
+    for piece in split:
         if not as_weight(piece).splits(columns):
             shape = as_weight(piece).shape
             raise ConfigError(
                 f"parallel.tensor: expected weights in 4 (NF4), 16 or 32 bits whose {shape[1]} columns are whole "
                 f"blocks on {columns} devices, got {' and '.join(as_weight(piece).formats)} {shape}"
             )
-    return found[0] if len(found) == 1 else MixedWeight(found)
+    return split[0] if len(split) == 1 else MixedWeight(split)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

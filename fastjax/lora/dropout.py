@@ -24,8 +24,8 @@ def drop(x: Float[Array, "B S E"], key: PRNGKeyArray | None, name: str, rate: fl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dropped(name: str, rate: float, x: Array, key: PRNGKeyArray):
-    kept = jax.random.bernoulli(jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF), 1.0 - rate, x.shape)
-    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros_like(x))
+    mask = jax.random.bernoulli(jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF), 1.0 - rate, x.shape)
+    return jnp.where(mask, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros_like(x))
 
 
 # A mask and a factor: its transpose is itself, with the mask drawn again instead of kept.

@@ -148,14 +148,14 @@ def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Arra
     x = plan.send(x)
     order = sort_by_expert(plan.experts, plan.own, absent=plan.tokens is not None)
     sizes = order.group_sizes
-    own = _expert_of_rows(plan.experts, order)
+    expert = _expert_of_rows(plan.experts, order)
     inner, low_rank = _rank_products(block.gate_up, arrays, x, sizes, order.rows)
     gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, rows=order.rows, low_rank=low_rank)
-    gate_up = _biased(gate_up, arrays.gate_up_bias, own)
+    gate_up = _biased(gate_up, arrays.gate_up_bias, expert)
     h = block.activated(gate_up)
     outer, low_rank = _rank_products(block.down, arrays, h, sizes)
     y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
-    out = combine(_biased(y, arrays.down_bias, own), plan.weights, order)
+    out = combine(_biased(y, arrays.down_bias, expert), plan.weights, order)
     return plan.returned(out), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
 
 
@@ -174,7 +174,7 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     x, dout = plan.send(x), plan.send(dout)
     order, dtype, matrices = saved.order, x.dtype, {}
     sizes = order.group_sizes[0]
-    own = _expert_of_rows(plan.experts, order)
+    expert = _expert_of_rows(plan.experts, order)
     weight = plan.weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
 
     def weighted(array: Array) -> Array:
@@ -196,7 +196,7 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     dweight = jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), axis=1)
     dy = dout[order.rows]
     if arrays.down_bias is not None:
-        bias = arrays.down_bias.astype(dtype)[own]
+        bias = arrays.down_bias.astype(dtype)[expert]
         dweight = dweight + jnp.sum(dy.astype(jnp.float32) * bias.astype(jnp.float32), axis=1)
     (dgate_up,) = pullback(weighted(dh))
     low_rank = None
@@ -211,9 +211,9 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes, low_rank=low_rank)
     shares = Operands(
         as_weight(arrays.gate_up).grouped_gradient(dgate_up, x, sizes, order.rows),
-        _bias_gradient(arrays.gate_up_bias, dgate_up, own),
+        _bias_gradient(arrays.gate_up_bias, dgate_up, expert),
         as_weight(arrays.down).grouped_gradient(dy, weighted(h), sizes),
-        _bias_gradient(arrays.down_bias, weighted(dy), own),
+        _bias_gradient(arrays.down_bias, weighted(dy), expert),
         into_dtypes(matrices, arrays.matrices),
     )
     # Apart from what is added to it: fused with the router's share, XLA's kernel reads half as fast.
@@ -233,14 +233,14 @@ def _expert_of_rows(experts: Int[Array, "N k"], order: Order) -> Int[Array, " M"
     return experts.reshape(-1)[order.order]
 
 
-def _biased(y: Float[Array, "M out"], bias: Float[Array, "X out"] | None, own: Int[Array, " M"]) -> Array:
-    return y if bias is None else y + bias.astype(y.dtype)[own]
+def _biased(y: Float[Array, "M out"], bias: Float[Array, "X out"] | None, expert: Int[Array, " M"]) -> Array:
+    return y if bias is None else y + bias.astype(y.dtype)[expert]
 
 
-def _bias_gradient(bias: Array | None, dy: Float[Array, "M out"], own: Int[Array, " M"]) -> Array | None:
+def _bias_gradient(bias: Array | None, dy: Float[Array, "M out"], expert: Int[Array, " M"]) -> Array | None:
     """The sums of dy over each expert's rows, as a product with its indicator."""
     if bias is None:
         return None
-    here = (jnp.arange(bias.shape[0], dtype=own.dtype)[:, None] == own[None, :]).astype(dy.dtype)
+    here = (jnp.arange(bias.shape[0], dtype=expert.dtype)[:, None] == expert[None, :]).astype(dy.dtype)
     precision = jax.lax.Precision.HIGHEST if dy.dtype == jnp.float32 else None
     return jnp.matmul(here, dy, precision=precision, preferred_element_type=jnp.float32).astype(bias.dtype)

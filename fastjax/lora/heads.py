@@ -75,8 +75,8 @@ def _forward(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Ope
         return split_rope_lora_forward(base, products, lora_B, cos, sin, heads=heads)
 
     base = as_weight(arrays.weight).matmul_scaled(x if rows is None else rows)  # pyright: ignore[reportArgumentType]
-    found = on_rows(turn, (base, products, arrays.cos, arrays.sin), (lora_B,))
-    return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
+    turned = on_rows(turn, (base, products, arrays.cos, arrays.sin), (lora_B,))
+    return tuple(name_residual(part, "projection") for part in turned), (x, products, arrays)
 
 
 def _backward(parts: tuple[PartSpec, ...], heads: tuple[int, int], residuals, gradients):

@@ -53,36 +53,36 @@ def project(
         dropped: the adapters' input, from a caller that has drawn the dropout.
         residual: added to the outputs, in the dtype of x.
     """
-    own = {name: adapters[name] for name, _ in sizes if name in adapters}
-    if not own:
+    lora = {name: adapters[name] for name, _ in sizes if name in adapters}
+    if not lora:
         y = matmul(x, weight)
         return name_residual(y if residual is None else residual + y, "projection")
     slices = row_slices(rows for _, rows in sizes)
     pairs = zip(sizes, slices, strict=True)
-    scales = {name: own[name].column_scale(weight, here) for (name, _), here in pairs if name in own}
-    random = dropped is not None or (key is not None and any(adapter.dropout for adapter in own.values()))
+    scales = {name: lora[name].column_scale(weight, here) for (name, _), here in pairs if name in lora}
+    random = dropped is not None or (key is not None and any(adapter.dropout for adapter in lora.values()))
     if random and any(scale is not None for scale in scales.values()):
-        y = _dropped_dora(sizes, weight, own, scales, x, key, dropped)
+        y = _dropped_dora(sizes, weight, lora, scales, x, key, dropped)
         return y if residual is None else residual + y
-    parts = describe(sizes, own)
+    parts = describe(sizes, lora)
     present = {name: scale for name, scale in scales.items() if scale is not None}
     drawn = None if dropped is not None else key
-    return _unit(parts, x, residual, dropped, weight, matrices_of(own), present, drawn)
+    return _unit(parts, x, residual, dropped, weight, matrices_of(lora), present, drawn)
 
 
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
     """DoRA scales W and adapter on the dropped input d; W alone sees the rest: W(x - d) is added."""
     outputs = []
     for (name, rows), here in zip(sizes, row_slices(rows for _, rows in sizes), strict=True):
-        mine = rows_of(weight, here) if len(sizes) > 1 else weight
+        rows_weight = rows_of(weight, here) if len(sizes) > 1 else weight
         if name not in adapters:
-            outputs.append(matmul(x, mine))
+            outputs.append(matmul(x, rows_weight))
             continue
         adapter = adapters[name]
         d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
-        own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
-        scaled = _unit(own, d, None, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
-        outputs.append(scaled + matmul(x - d, mine))
+        undropped = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
+        scaled = _unit(undropped, d, None, None, rows_weight, matrices_of({name: adapter}), {name: scales[name]}, None)
+        outputs.append(scaled + matmul(x - d, rows_weight))
     return jnp.concatenate(outputs, axis=-1)
 
 

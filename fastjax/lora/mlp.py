@@ -243,11 +243,11 @@ def _inner_gradients(block: Block, dx, x, arrays: Operands, dproducts, dB):
 
 def _widened(products: Array, parts: int, rank: int) -> Array:
     """Rank products with `rank` columns for each part; a bias may take more than the adapters."""
-    own = products.shape[-1] // parts
-    if own == rank:
+    width = products.shape[-1] // parts
+    if width == rank:
         return products
-    apart = products.reshape(*products.shape[:-1], parts, own)
-    return jnp.pad(apart, ((0, 0), (0, 0), (0, 0), (0, rank - own))).reshape(*products.shape[:-1], parts * rank)
+    apart = products.reshape(*products.shape[:-1], parts, width)
+    return jnp.pad(apart, ((0, 0), (0, 0), (0, 0), (0, rank - width))).reshape(*products.shape[:-1], parts * rank)
 
 
 def _narrowed(products: Array, parts: int, rank: int) -> Array:
@@ -260,8 +260,8 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, rounded: bool =
     """`glu_lora_forward` of [B, S, ...]."""
 
     def gate(gate_up, products, lora_B, down_A):
-        own = None if products is None else Inner(products, lora_B)
-        return glu_lora_forward(gate_up, own, down_A, activation=block.activation, rounded=rounded)
+        adapters = None if products is None else Inner(products, lora_B)
+        return glu_lora_forward(gate_up, adapters, down_A, activation=block.activation, rounded=rounded)
 
     products, lora_B = (None, None) if inner is None else inner
     return on_rows(gate, (gate_up, products), (lora_B, down_A))
@@ -271,10 +271,10 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: boo
     """`glu_lora_backward` of [B, S, ...]."""
 
     def ungate(gate_up, products, dh, dproducts, lora_B, down_A):
-        own = None if products is None else Inner(products, lora_B)
+        adapters = None if products is None else Inner(products, lora_B)
         below = None if down_A is None else (down_A, dproducts)
         options: Any = {"activation": block.activation, "with_h": with_h, "with_absmax": with_absmax}
-        gradient, h, dB, dA, absmax = glu_lora_backward(gate_up, own, dh, below, **options)
+        gradient, h, dB, dA, absmax = glu_lora_backward(gate_up, adapters, dh, below, **options)
         return gradient, h, absmax, dB, dA
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))

@@ -105,8 +105,8 @@ def _backward(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, r
 
     rows = (x, rstd, products, *gradients[:3])  # no gradient comes through codes
     dx, dweight, dA = on_rows(backward, rows, (weight, lora_A), sums=2)
-    own = gradients_of_A(parts, dA, slot(parts))
-    trained = {name: (own[name].astype(a.dtype), jnp.zeros_like(b)) for name, (a, b) in matrices.items()}
+    gradients_A = gradients_of_A(parts, dA, slot(parts))
+    trained = {name: (gradients_A[name].astype(a.dtype), jnp.zeros_like(b)) for name, (a, b) in matrices.items()}
     return dx, dweight.astype(weight.dtype), trained
 
 

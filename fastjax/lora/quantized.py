@@ -78,8 +78,8 @@ def project_quantized(
         residual: as there.
         quantizing: whether the quantiser is in force; None: it is.
     """
-    own = {name: adapters[name] for name, _ in sizes if name in adapters}
-    y = _unit(_Call(quantizer, describe(sizes, own)), x, weight, matrices_of(own), quantizing)
+    lora = {name: adapters[name] for name, _ in sizes if name in adapters}
+    y = _unit(_Call(quantizer, describe(sizes, lora)), x, weight, matrices_of(lora), quantizing)
     return name_residual(y if residual is None else residual + y, "projection")
 
 
@@ -96,24 +96,24 @@ def quantized_weight(
     """
     base, merged = as_weight(weight).dequantize(jnp.float32), []
     for part, here in zip(parts, row_slices(part.rows for part in parts), strict=True):
-        own = base[here]
+        tensor = base[here]
         if part.rank:
             a, b = (matrix.astype(jnp.float32) for matrix in matrices[part.name])
-            own = linear(b, a.T) * part.scaling + own
-        merged.append(own if quantizer.copies and not part.rank else round_through(own, quantizer.dtype))
-    top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(own)) for own in merged))
-    found = [
-        (own, None) if quantizer.copies and not part.rank else _decoded(quantizer, own, top)
-        for part, own in zip(parts, merged, strict=True)
+            tensor = linear(b, a.T) * part.scaling + tensor
+        merged.append(tensor if quantizer.copies and not part.rank else round_through(tensor, quantizer.dtype))
+    top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(tensor)) for tensor in merged))
+    decoded = [
+        (tensor, None) if quantizer.copies and not part.rank else _decoded(quantizer, tensor, top)
+        for part, tensor in zip(parts, merged, strict=True)
     ]
-    values, masks = (list(each) for each in zip(*found, strict=True))
+    values, masks = (list(each) for each in zip(*decoded, strict=True))
     whole = jnp.concatenate(values)
     return whole, None if masks[0] is None else jnp.concatenate(masks)
 
 
-def _decoded(quantizer: Quantizer, own: Array, top: Array) -> tuple[Array, Array | None]:
+def _decoded(quantizer: Quantizer, tensor: Array, top: Array) -> tuple[Array, Array | None]:
     """The values that a folder's tensor decodes to."""
-    values, inside = quantizer.weights(own, top, quantizer.dtype)
+    values, inside = quantizer.weights(tensor, top, quantizer.dtype)
     return round_through(values, quantizer.dtype), inside
 
 
@@ -130,12 +130,12 @@ def _backward(call: _Call, residuals, dy):
     x, weight, matrices, quantizing = residuals
 
     def quantized() -> Any:
-        mine, values, inside = _when_needed(call, dy, weight, matrices)
+        gradient, values, inside = _when_needed(call, dy, weight, matrices)
         read, pull_back = jax.vjp(functools.partial(_input, call), x)
-        (dx,) = pull_back(linear(mine, values.T))
+        (dx,) = pull_back(linear(gradient, values.T))
         if not call.quantizer.trained and inside is None:
-            return dx, None, _thin(call, mine, read, matrices)
-        dvalues = over_tokens(mine, read)
+            return dx, None, _thin(call, gradient, read, matrices)
+        dvalues = over_tokens(gradient, read)
         dvalues = dvalues if inside is None else jnp.where(inside, dvalues, 0.0)
         if call.quantizer.trained:
             return dx, dvalues.astype(weight.dtype), {}
@@ -186,22 +186,22 @@ def _plain(call: _Call, x: Array, weight: WeightLike, matrices: Matrices) -> Arr
 
 def _thin(call: _Call, dy: Array, read: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B, the small dimension first."""
-    found = {}
+    gradients = {}
     for part, here in zip(call.parts, row_slices(part.rows for part in call.parts), strict=True):
         if part.rank:
             a, b = matrices[part.name]
-            product, own = linear(read, a), dy[..., here]
-            dproduct = linear(own, (b.astype(jnp.float32) * part.scaling).T)
-            found[part.name] = over_tokens(dproduct, read), over_tokens(own, product) * part.scaling
-    return into_dtypes(found, matrices)
+            product, dpart = linear(read, a), dy[..., here]
+            dproduct = linear(dpart, (b.astype(jnp.float32) * part.scaling).T)
+            gradients[part.name] = over_tokens(dproduct, read), over_tokens(dpart, product) * part.scaling
+    return into_dtypes(gradients, matrices)
 
 
 def _dense(call: _Call, dvalues: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B from that of the merged weight."""
-    found = {}
+    gradients = {}
     for part, here in zip(call.parts, row_slices(part.rows for part in call.parts), strict=True):
         if part.rank:
             a, b = (matrix.astype(jnp.float32) for matrix in matrices[part.name])
-            own = dvalues[here] * part.scaling
-            found[part.name] = linear(b.T, own.T), linear(own, a)
-    return into_dtypes(found, matrices)
+            dpart = dvalues[here] * part.scaling
+            gradients[part.name] = linear(b.T, dpart.T), linear(dpart, a)
+    return into_dtypes(gradients, matrices)

@@ -63,8 +63,8 @@ def stacked_A(
 ) -> Float[Array, "PR in"]:
     """A of all parts, one below the other, each padded to `rank` rows; None: `slot`."""
     rank, width = slot(parts) if rank is None else rank, matrices[with_adapter(parts)[0].name][0].shape[1]
-    own = [matrices[part.name][0].astype(dtype) if part.rank else jnp.zeros((0, width), dtype) for part in parts]
-    return jnp.concatenate([_padded(a, rank - a.shape[0], axis=0) for a in own])
+    blocks = [matrices[part.name][0].astype(dtype) if part.rank else jnp.zeros((0, width), dtype) for part in parts]
+    return jnp.concatenate([_padded(a, rank - a.shape[0], axis=0) for a in blocks])
 
 
 def scaled_B(part: PartSpec, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
@@ -90,8 +90,8 @@ def stacked_B(
 ) -> Float[Array, "out R"]:
     """s·B of all parts, one below the other, each padded to `rank` columns; None: `slot`."""
     rank = slot(parts) if rank is None else rank
-    own = [scaled_B(part, matrices, dtype) if part.rank else jnp.zeros((part.rows, 0), dtype) for part in parts]
-    return jnp.concatenate([_padded(b, rank - b.shape[1], axis=1) for b in own])
+    blocks = [scaled_B(part, matrices, dtype) if part.rank else jnp.zeros((part.rows, 0), dtype) for part in parts]
+    return jnp.concatenate([_padded(b, rank - b.shape[1], axis=1) for b in blocks])
 
 
 def drops(parts: Sequence[PartSpec], key: PRNGKeyArray | None) -> bool:
@@ -110,14 +110,14 @@ def rank_products(
     rank = slot(parts) if rank is None else rank
     if not drops(parts, key):
         return linear(x, stacked_A(parts, matrices, x.dtype, rank))
-    own = []
+    products = []
     for part in parts:
         if part.rank:
             product = linear(drop(x, key, part.name, part.dropout), matrices[part.name][0])
         else:
             product = jnp.zeros((*x.shape[:-1], 0), x.dtype)
-        own.append(_padded(product, rank - part.rank, axis=-1))
-    return jnp.concatenate(own, axis=-1)
+        products.append(_padded(product, rank - part.rank, axis=-1))
+    return jnp.concatenate(products, axis=-1)
 
 
 def rank_product_gradients(
@@ -148,10 +148,10 @@ def rank_product_gradients(
     for number, part in enumerate(parts):
         if not part.rank:
             continue
-        mine = dproducts[..., number * rank :][..., : part.rank]
-        dA[part.name] = over_tokens(mine, drop(x, key, part.name, part.dropout))
+        dproduct = dproducts[..., number * rank :][..., : part.rank]
+        dA[part.name] = over_tokens(dproduct, drop(x, key, part.name, part.dropout))
         # a mask and a factor: its transpose is itself
-        dx = dx + drop(linear(mine, matrices[part.name][0].T), key, part.name, part.dropout)
+        dx = dx + drop(linear(dproduct, matrices[part.name][0].T), key, part.name, part.dropout)
     return dx, dA
 
 

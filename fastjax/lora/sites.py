@@ -43,11 +43,11 @@ class AdapterSite:
         """
         *experts, rows, columns = self.shape
         if self.path == EMBEDDING:
-            found: dict[str, Shape] = {"lora_embedding_A": (self.rank, rows), "lora_embedding_B": (columns, self.rank)}
+            arrays: dict[str, Shape] = {"lora_embedding_A": (self.rank, rows), "lora_embedding_B": (columns, self.rank)}
         else:
-            found = {"lora_A": (*experts, self.rank, columns), "lora_B": (*experts, rows, self.rank)}
+            arrays = {"lora_A": (*experts, self.rank, columns), "lora_B": (*experts, rows, self.rank)}
         magnitudes = columns if self.path == EMBEDDING else rows
-        return found | ({"lora_magnitude_vector": (magnitudes,)} if use_dora else {})
+        return arrays | ({"lora_magnitude_vector": (magnitudes,)} if use_dora else {})
 
 
 def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSite]:
@@ -105,8 +105,8 @@ def projections(config: ModelConfig) -> list[str]:
 def parameters(config: ModelConfig) -> list[str]:
     """The whole names of what `target_parameters` can select: routers' weights and experts' matrices."""
     family = family_of(config)
-    found = [path for path in candidates(config) if path.of_experts or path.is_router]
-    return [tuned_name(path, family) for path in found]
+    paths = [path for path in candidates(config) if path.of_experts or path.is_router]
+    return [tuned_name(path, family) for path in paths]
 
 
 def _check_experts(adapter: AdapterConfig) -> None:
@@ -130,8 +130,8 @@ def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[An
         sites: the adapters' modules.
         layers: number of layers.
     """
-    found: list[list[Any]] = [[] for _ in range(layers)]
+    signatures: list[list[Any]] = [[] for _ in range(layers)]
     for site in sites:
         if site.path.layer is not None:
-            found[site.path.layer].append((site.path.inside, site.rank, site.scaling))
-    return [tuple(entries) for entries in found]
+            signatures[site.path.layer].append((site.path.inside, site.rank, site.scaling))
+    return [tuple(entries) for entries in signatures]

@@ -44,14 +44,14 @@ def on_rows(op: Callable[..., tuple[Any, ...]], rows: tuple[Any, ...], whole: tu
     # A kernel sees one device's tokens: XLA would gather what it takes from all devices.
     def island(rows: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
         batch, length = jax.tree.leaves(rows)[0].shape[:2]
-        found = op(*map(_flat, rows), *whole)
-        count = len(found) - sums
-        shares = jax.tree.map(lambda total: total[None], found[count:])
-        return tuple(_over(array, batch, length) for array in found[:count]), shares
+        results = op(*map(_flat, rows), *whole)
+        count = len(results) - sums
+        shares = jax.tree.map(lambda total: total[None], results[count:])
+        return tuple(_over(array, batch, length) for array in results[:count]), shares
 
     specs = tuple(map(row_specs, rows)), P()
-    found, shares = local(island, in_specs=specs, out_specs=(ROWS, SHARES))(rows, whole)
-    return *found, *jax.tree.map(lambda share: jnp.sum(share, axis=0), shares)
+    results, shares = local(island, in_specs=specs, out_specs=(ROWS, SHARES))(rows, whole)
+    return *results, *jax.tree.map(lambda share: jnp.sum(share, axis=0), shares)
 
 
 def row_slices(counts: Iterable[int]) -> list[slice]:

@@ -44,10 +44,10 @@ class LayerInputs(NamedTuple):
         """The projections of a group, such as "mlp.down"."""
         group = self.config.groups(self.index)[name]
         modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
-        own = {part: self.adapters[module] for part, module in modules.items() if module in self.adapters}
+        lora = {part: self.adapters[module] for part, module in modules.items() if module in self.adapters}
         wide = [part for part, module in modules.items() if module in self.float32]
         bias = array_at(self.weights, group.path.with_leaf("bias")) if group.bias else None
-        return Projection(group.parts, array_at(self.weights, group.path), bias, own, wide, float8=self.float8)
+        return Projection(group.parts, array_at(self.weights, group.path), bias, lora, wide, float8=self.float8)
 
     def norm(self, part: str, block: str = "") -> Norm:
         """A normalisation of a block; "": of the layer."""

@@ -22,7 +22,7 @@ def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "floa
     if isinstance(names, str):
         raise ConfigError(f"{setting}: expected a list of names, got the text {shown(names)}")
     paths = list(_paths(config))
-    kept: set[WeightPath] = set()
+    selected: set[WeightPath] = set()
     for name in names:
         wanted = name.removeprefix("model.")
         chosen = [path for path in paths if path == wanted or path.endswith(f".{wanted}")]
@@ -33,10 +33,10 @@ def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "floa
                 f"{setting}: no module has the name {shown(name)} or a name that ends with it; there are "
                 f"{ends}, in layers.0 to layers.{config.num_hidden_layers - 1} or beside the layers"
             )
-        kept.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))
-    if config.tie_word_embeddings and kept & set(TABLES):
-        kept.add(WeightPath(None, "", EMBEDDING, ""))  # one array for both: it is held once
-    return frozenset(kept)
+        selected.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))
+    if config.tie_word_embeddings and selected & set(TABLES):
+        selected.add(WeightPath(None, "", EMBEDDING, ""))  # one array for both: it is held once
+    return frozenset(selected)
 
 
 def _paths(config: ModelConfig) -> Iterable[WeightPath]:

@@ -135,8 +135,8 @@ def build_mixture(inputs: LayerInputs) -> Mixture:
 
     def arguments(tree: Any, block: str, part: str) -> tuple[Any, ...]:
         path = WeightPath(None, block, part, "")
-        own = {part: adapters[path]} if path in adapters else {}
-        return tree["weight"], tree.get("bias"), own, [part] if path in float32 else ()
+        lora = {part: adapters[path]} if path in adapters else {}
+        return tree["weight"], tree.get("bias"), lora, [part] if path in float32 else ()
 
     def experts(group: str, part: str, rows: int) -> Projection:
         return Projection([(part, rows)], *arguments(weights["experts"][group], EXPERTS, part))

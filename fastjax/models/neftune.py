@@ -31,6 +31,6 @@ def noisy_embeddings(
     bound = alpha / jnp.sqrt(tokens * width)
     if segment_ids is not None:
         bound = jnp.where(segment_ids == 0, 0.0, bound)
-    own = jax.random.fold_in(key, zlib.crc32(b"neftune") & 0x7FFFFFFF)
-    noise = jax.random.uniform(own, x.shape, jnp.float32, -1.0, 1.0)
+    noise_key = jax.random.fold_in(key, zlib.crc32(b"neftune") & 0x7FFFFFFF)
+    noise = jax.random.uniform(noise_key, x.shape, jnp.float32, -1.0, 1.0)
     return x + (noise * bound[:, :, None]).astype(x.dtype)

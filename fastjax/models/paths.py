@@ -49,11 +49,11 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
             for line in _layer(layer, dtype, tokens):
                 lines.setdefault(line, []).extend(indices)
     total = sum(run.period * run.count for run in decoder.plan)
-    found = []
+    described = []
     for line, indices in lines.items():
         where = "" if len(indices) == total else f" (layers {_ranges(sorted(indices))})"
-        found.append(line._replace(text=line.text + where))
-    return found + [ModulePath(text) for text in _tables(decoder, dtype)]
+        described.append(line._replace(text=line.text + where))
+    return described + [ModulePath(text) for text in _tables(decoder, dtype)]
 
 
 def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
@@ -107,12 +107,12 @@ def _mlp(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> Iterator[Module
 
 
 def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
-    found = []
+    lines = []
     if decoder.embed_tokens.adapter is not None:
-        found.append("embed_tokens: rows of the table and of its adapter, added")
+        lines.append("embed_tokens: rows of the table and of its adapter, added")
     if not decoder.config.scored and decoder.lm_head.adapters:
-        found.append(_projection("", decoder.lm_head, dtype))
-    return found
+        lines.append(_projection("", decoder.lm_head, dtype))
+    return lines
 
 
 def _projection(block: str, projection: Projection, dtype: jnp.dtype) -> str:
@@ -174,8 +174,8 @@ def _rank(adapter: LoraLinear) -> int:
 def _formats(*projections: Projection) -> str:
     """The formats of the weights, as "NF4 weights"."""
     weights = (as_weight(projection.weight.get_value()) for projection in projections)
-    found = dict.fromkeys(name for weight in weights for name in weight.formats)
-    return f"{' and '.join(found)} weights"
+    formats = dict.fromkeys(name for weight in weights for name in weight.formats)
+    return f"{' and '.join(formats)} weights"
 
 
 def _names(block: str, parts: Iterable[str]) -> str:

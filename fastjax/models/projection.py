@@ -219,8 +219,8 @@ class ScoreHead(nnx.Module):
 
 def quantized_projections(module: nnx.Module) -> list[Projection]:
     """The projections in a module that go through a fake quantiser."""
-    found = (each for _, each in nnx.iter_modules(module) if isinstance(each, Projection))
-    return [projection for projection in found if projection.quantizer is not None]
+    projections = (each for _, each in nnx.iter_modules(module) if isinstance(each, Projection))
+    return [projection for projection in projections if projection.quantizer is not None]
 
 
 def without_adapters(module: M, *, at_scale_zero: bool = False) -> M:
@@ -243,16 +243,18 @@ def without_adapters(module: M, *, at_scale_zero: bool = False) -> M:
         adapter.scaling = 0.0
         return True
 
-    for found in [found for _, found in nnx.iter_modules(base) if isinstance(found, Projection | Embedding)]:
-        if isinstance(found.weight, SavedParam):
+    for _, submodule in list(nnx.iter_modules(base)):
+        if not isinstance(submodule, Projection | Embedding):
+            continue
+        if isinstance(submodule.weight, SavedParam):
             raise ConfigError(
                 "adapters: expected true with modules_to_save, got false; the trained table is in the place of the "
                 "base's: load the base by itself"
             )
-        found.tokens = None
-        if isinstance(found, Embedding):
-            found.adapter = found.adapter if stays(found.adapter) else None
+        submodule.tokens = None
+        if isinstance(submodule, Embedding):
+            submodule.adapter = submodule.adapter if stays(submodule.adapter) else None
         else:
-            found.adapters = nnx.Dict({name: one for name, one in found.adapters.items() if stays(one)})
-            found.quantizer = None
+            submodule.adapters = nnx.Dict({name: one for name, one in submodule.adapters.items() if stays(one)})
+            submodule.quantizer = None
     return base

@@ -68,15 +68,15 @@ def _left_out(
     """Whether a projection is left out, with all its parts, in every layer of a stack."""
     places = [stack.start + position + stack.period * repeat for repeat in range(stack.count)]
     paths = [WeightPath(place, block, part, "") for place in places for part, _ in projection.parts]
-    found = [path for path in paths if path in left_out]
-    if found and len(found) < len(paths):
+    excluded = [path for path in paths if path in left_out]
+    if excluded and len(excluded) < len(paths):
         together = ", ".join(part for part, _ in projection.parts)
         raise ConfigError(
             f"qat.modules_to_not_quantize: expected {block}.({together}) together, which are one product, and in all "
-            f"of the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(found[:4])} alone"
+            f"of the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(excluded[:4])} alone"
             + ("; layers may differ where they are unrolled" if len(places) > 1 else "")
         )
-    return bool(found)
+    return bool(excluded)
 
 
 def _check(projection: Projection, where: str, aware: QuantizationAware) -> None:
@@ -95,10 +95,10 @@ def _check(projection: Projection, where: str, aware: QuantizationAware) -> None
             f"qat.weights: expected a base in 16 or 32 bits (load_in_4bit: false) with {scheme}, got "
             f"{' and '.join(weight.formats)} weights in {where}.({names}); a base in NF4 is served with nf4"
         )
-    for name, own, table in (("weights", scheme, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
-        reason = None if own is None else table[own].why_not(weight.shape[-1])
+    for name, chosen, table in (("weights", scheme, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
+        reason = None if chosen is None else table[chosen].why_not(weight.shape[-1])
         if reason is not None:
-            raise ConfigError(f"qat.{name}: expected a format for {where}.({names}), got {own}: {reason}")
+            raise ConfigError(f"qat.{name}: expected a format for {where}.({names}), got {chosen}: {reason}")
     for part, adapter in projection.adapters.items():
         if adapter.magnitude is not None or adapter.dropout:
             what = "use_dora: false" if adapter.magnitude is not None else "lora_dropout: 0"

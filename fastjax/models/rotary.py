@@ -146,10 +146,10 @@ def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str,
     References:
         `RopeConfig.query_beta`; Llama 4's attention temperature, as Ministral 3 has it.
     """
-    found = {}
+    scales = {}
     for name, rope in rope_fields(config).items():
         if rope.query_beta is not None:
             assert rope.original_max_position_embeddings, "query_beta counts in original lengths"
             lengths = (positions // rope.original_max_position_embeddings).astype(jnp.float32)
-            found[name] = 1.0 + rope.query_beta * jnp.log1p(lengths)
-    return found
+            scales[name] = 1.0 + rope.query_beta * jnp.log1p(lengths)
+    return scales

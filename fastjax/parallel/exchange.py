@@ -103,8 +103,8 @@ def exchange(gradients: Any, feedback: Feedback, name: str, axes: tuple[str, ...
     """
     leaves, structure = jax.tree.flatten(gradients)
     sent, summed = (structure.flatten_up_to(tree) for tree in feedback)
-    found = [_exchange(*arrays, FORMATS[name], axes) for arrays in zip(leaves, sent, summed, strict=True)]
-    sums, sent, summed = (structure.unflatten(column) for column in zip(*found, strict=True))
+    results = [_exchange(*arrays, FORMATS[name], axes) for arrays in zip(leaves, sent, summed, strict=True)]
+    sums, sent, summed = (structure.unflatten(column) for column in zip(*results, strict=True))
     return sums, Feedback(sent, summed)
 
 
@@ -159,23 +159,24 @@ def _exchange(gradient: Array, sent: Array | None, summed: Array | None, form: F
     # A stack goes layer by layer: the buffers are a layer's.
     stack, shapes = _stack_dims(gradient), (gradient.shape, sent.shape, summed.shape)
     rows = math.prod(gradient.shape[:stack])
-    found = jax.lax.map(one, (of_matrices(gradient), of_matrices(sent[0]), of_matrices(summed[0])))
-    total, sent, summed = (array.reshape(shape) for array, shape in zip(found, shapes, strict=True))
+    results = jax.lax.map(one, (of_matrices(gradient), of_matrices(sent[0]), of_matrices(summed[0])))
+    total, sent, summed = (array.reshape(shape) for array, shape in zip(results, shapes, strict=True))
     return total, sent, summed
 
 
 def _matrix(gradient: Array, sent: Array, summed: Array, form: Format, axes: tuple[str, ...]):
     replicas = jax.lax.axis_size(axes)
-    own = (gradient.astype(jnp.float32) + sent.astype(jnp.float32)).reshape(-1)
-    parts = jnp.pad(own, (0, summed.size * replicas - own.size)).reshape(replicas, -1)
+    numbers = (gradient.astype(jnp.float32) + sent.astype(jnp.float32)).reshape(-1)
+    parts = jnp.pad(numbers, (0, summed.size * replicas - numbers.size)).reshape(replicas, -1)
     packed = pack(parts, form)
-    kept = (parts - unpack(packed, form)).reshape(-1)[: own.size].reshape(sent.shape)
+    error = (parts - unpack(packed, form)).reshape(-1)[: numbers.size].reshape(sent.shape)
     received = jax.tree.map(lambda a: jax.lax.all_to_all(a, axes, 0, 0, tiled=True), packed)
     total = jnp.sum(unpack(received, form), axis=0) + summed.astype(jnp.float32)
     packed = pack(total, form)
     rest = total - unpack(packed, form)
     whole = unpack(jax.tree.map(lambda a: jax.lax.all_gather(a, axes), packed), form)
-    return whole.reshape(-1)[: own.size].reshape(gradient.shape), kept.astype(sent.dtype), rest.astype(summed.dtype)
+    whole = whole.reshape(-1)[: numbers.size].reshape(gradient.shape)
+    return whole, error.astype(sent.dtype), rest.astype(summed.dtype)
 
 
 def _travels_packed(leaf: Any) -> bool:

@@ -107,10 +107,10 @@ def completed(
     bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.bfloat16), jnp.uint16)
     layer = layer + (bits.astype(jnp.int32) >> 16)  # of 16 bits none is left: 0, and not before `after`
     gone = [stack for stack, there in zip(shards.stacks, shards.in_place, strict=True) if not there]
-    found = iter(shard_gather.gather(gone, layer, "fsdp", implementation=implementation))
+    gathered_arrays = iter(shard_gather.gather(gone, layer, "fsdp", implementation=implementation))
     devices = jax.lax.axis_size("fsdp")
     pieces = (
-        shard_gather.Shared(stack, layer, "fsdp", devices) if there else next(found)
+        shard_gather.Shared(stack, layer, "fsdp", devices) if there else next(gathered_arrays)
         for stack, there in zip(shards.stacks, shards.in_place, strict=True)
     )
     others = iter(rest)

@@ -132,17 +132,17 @@ def spec_of(shape: tuple[int, ...], names: P, mesh: Any) -> P:
     used = [axis for axes in wanted for axis in axes]
     if len(set(used)) < len(used):
         raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
-    found = [_splitting(size, axes, mesh) for size, axes in zip(shape, wanted, strict=True)]
-    return P(*found) if any(found) else P()
+    splitting = [_splitting(size, axes, mesh) for size, axes in zip(shape, wanted, strict=True)]
+    return P(*splitting) if any(splitting) else P()
 
 
 def _splitting(size: int, axes: tuple[str, ...], mesh: Any) -> str | tuple[str, ...] | None:
     """The mesh axes, among an array axis' own, that split it into parts of enough rows."""
-    found, devices = [], 1
+    splitting, devices = [], 1
     for axis in axes:
         more = devices * mesh.shape[axis]
         least = 1 if axis == "expert" else MIN_ROWS
         if more > devices and size % more == 0 and size >= least * more:
-            found.append(axis)
+            splitting.append(axis)
             devices = more
-    return tuple(found) if len(found) > 1 else found[0] if found else None
+    return tuple(splitting) if len(splitting) > 1 else splitting[0] if splitting else None

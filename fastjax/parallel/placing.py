@@ -33,9 +33,9 @@ def own_rows(mesh: Mesh, rows: int, devices: Collection[Any] | None = None) -> I
         rows: of a microbatch.
         devices: of the process; None: this one's.
     """
-    mine = set(jax.local_devices() if devices is None else devices)
+    here = set(jax.local_devices() if devices is None else devices)
     places = batch_sharding(mesh).devices_indices_map((1, rows))
-    parts = [np.arange(rows)[index[1]] for device, index in places.items() if device in mine]
+    parts = [np.arange(rows)[index[1]] for device, index in places.items() if device in here]
     return np.unique(np.concatenate(parts))
 
 

@@ -260,9 +260,9 @@ def in_turn(make: Callable[[str], T], word: Callable[[T], str]) -> T:
     """
     if not is_primary():
         return make(told("first", "")[0])
-    made = make("")
-    told("first", word(made))
-    return made
+    result = make("")
+    told("first", word(result))
+    return result
 
 
 def gathered_numbers(value: int) -> list[int]:

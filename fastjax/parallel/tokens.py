@@ -32,7 +32,7 @@ def own_tokens(tree: Any) -> Any:
     if devices == 1:
         return tree
 
-    def own(tree: Any) -> Any:
+    def take(tree: Any) -> Any:
         device = lax.axis_index(CONTEXT)
 
         def parts(array: Array) -> Array:
@@ -42,7 +42,7 @@ def own_tokens(tree: Any) -> Any:
 
         return jax.tree.map(parts, tree)
 
-    return local(own, in_specs=(P(BATCH),), out_specs=P(BATCH, CONTEXT))(tree)
+    return local(take, in_specs=(P(BATCH),), out_specs=P(BATCH, CONTEXT))(tree)
 
 
 def in_order(hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:

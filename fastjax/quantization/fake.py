@@ -163,8 +163,8 @@ class NVFP4(Scheme):
         amax = jnp.max(jnp.abs(blocks), 2, keepdims=True)
         top = jnp.max(amax, 1, keepdims=True) if self.by_row else top[None, None, None]
         whole = jnp.where(top < SMALLEST, 1.0, quotient(jnp.full_like(top, _E4M3 * _E2M1), jnp.maximum(top, SMALLEST)))
-        own = _e4m3(jnp.minimum(whole * quotient(amax, _E2M1), _E4M3))
-        scale = quotient(jnp.where(own == 0, 0.125, own), whole)
+        block_scale = _e4m3(jnp.minimum(whole * quotient(amax, _E2M1), _E4M3))
+        scale = quotient(jnp.where(block_scale == 0, 0.125, block_scale), whole)
         scaled = quotient(blocks, scale)
         values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * scale
         return _unhidden(values.reshape(w.shape), w), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)

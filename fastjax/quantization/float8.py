@@ -52,8 +52,8 @@ def decoded_in_float8(weight: WeightLike, *, gradient: bool) -> Weight:
     """
     if isinstance(weight, MixedWeight):
         return MixedWeight(tuple(decoded_in_float8(piece, gradient=gradient) for piece in weight.weights))
-    own = as_weight(weight)
-    return Float8Compute(weight, own.float8(False), own.float8(True) if gradient else None)
+    plain = as_weight(weight)
+    return Float8Compute(weight, plain.float8(False), plain.float8(True) if gradient else None)
 
 
 @jax.tree_util.register_dataclass
@@ -149,10 +149,10 @@ def _result(x: Array, weight: Float8Compute, transposed: bool) -> Array:
 
 def _multiply(x: Array | float8.Rounded, weight: Float8Compute, transposed: bool) -> float8.Scaled:
     """x·Wᵀ, or x·W, each device with its own rows of x."""
-    made = weight.transposed_operand if transposed else weight.operand
+    ready = weight.transposed_operand if transposed else weight.operand
 
     def product(x: Any, given: Any) -> float8.Scaled:
-        if made is None:
+        if ready is None:
             [given], x = after([given], x)
             given = as_weight(given).float8(transposed)
         matrix, scales, factors = given
@@ -163,4 +163,4 @@ def _multiply(x: Array | float8.Rounded, weight: Float8Compute, transposed: bool
         rows = x if isinstance(x, float8.Rounded) else float8.quantize_rows(x)
         return float8.matmul_scaled(*rows, matrix, scales)
 
-    return local(product, in_specs=(ROWS, P()), out_specs=SCALED)(x, weight.weight if made is None else made)
+    return local(product, in_specs=(ROWS, P()), out_specs=SCALED)(x, weight.weight if ready is None else ready)

@@ -106,8 +106,8 @@ class NF4Weight(Weight):
         """The matrix in float8, decoded to it in one rounding where rows are whole blocks of NF4's own values."""
         if self.order != "split" or self.quant_map is not None:
             return super().float8(transposed)
-        found = nf4.dequantize_float8(self.codes, self.scales(), shape=self.shape, transposed=transposed)
-        return Float8Operand(*found)
+        operand = nf4.dequantize_float8(self.codes, self.scales(), shape=self.shape, transposed=transposed)
+        return Float8Operand(*operand)
 
     def grouped_matmul(self, x, group_sizes, *, rows=None, low_rank=None) -> Float[Array, "M out"]:
         """The products with experts; with few rows for each the codes are decoded inside the product."""
@@ -184,11 +184,11 @@ class NF4Weight(Weight):
         Raises:
             ConvertError: its blocks have other sizes than 64 elements and 256 scales.
         """
-        found = (tensor.blocksize, tensor.nested_blocksize if tensor.nested else NESTED_BLOCK)
-        if found != (BLOCK, NESTED_BLOCK):
+        sizes = (tensor.blocksize, tensor.nested_blocksize if tensor.nested else NESTED_BLOCK)
+        if sizes != (BLOCK, NESTED_BLOCK):
             raise ConvertError(
                 f"an NF4 tensor {list(tensor.shape)}: expected blocks of {BLOCK} elements and of {NESTED_BLOCK} "
-                f"scales, got {found[0]} and {found[1]}; quantise it again with bitsandbytes' defaults"
+                f"scales, got {sizes[0]} and {sizes[1]}; quantise it again with bitsandbytes' defaults"
             )
         shape = (int(tensor.shape[0]), int(tensor.shape[1]))
         blocks = -(-shape[0] * shape[1] // BLOCK)

@@ -197,11 +197,11 @@ def after(weights: Sequence[W], x: X) -> tuple[list[W], X]:
         codes.append(max(range(len(leaves)), key=[leaf.size for leaf in leaves].__getitem__))
         waiting.append(leaves[: codes[-1]] + leaves[codes[-1] + 1 :])
     waiting, x = jax.lax.optimization_barrier((waiting, x))
-    found = []
+    ordered = []
     for weight, others, place in zip(weights, waiting, codes, strict=True):
         leaves = [*others[:place], jax.tree.leaves(weight)[place], *others[place:]]
-        found.append(jax.tree.unflatten(jax.tree.structure(weight), leaves))
-    return found, x
+        ordered.append(jax.tree.unflatten(jax.tree.structure(weight), leaves))
+    return ordered, x
 
 
 def read_in_place(tree: Any) -> list[bool]:
@@ -210,5 +210,5 @@ def read_in_place(tree: Any) -> list[bool]:
     Args:
         tree: of weights and other arrays.
     """
-    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Weight))
-    return [there for one in found for there in jax.tree.leaves(one.in_place() if isinstance(one, Weight) else False)]
+    weights = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Weight))
+    return [there for one in weights for there in jax.tree.leaves(one.in_place() if isinstance(one, Weight) else False)]

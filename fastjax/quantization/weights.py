@@ -128,14 +128,14 @@ class MixedWeight(Weight):
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows; a weight that lies whole in them stays as it is."""
-        found, start = [], 0
+        pieces, start = [], 0
         for piece in self._pieces:
             first, last = max(rows.start - start, 0), min(rows.stop - start, piece.shape[0])
             if first < last:
                 whole = (first, last) == (0, piece.shape[0])
-                found.append(piece.held if whole else piece.rows(slice(first, last)).held)
+                pieces.append(piece.held if whole else piece.rows(slice(first, last)).held)
             start += piece.shape[0]
-        return as_weight(concatenate(found))
+        return as_weight(concatenate(pieces))
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The whole matrix in `dtype`."""

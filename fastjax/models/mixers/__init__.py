@@ -15,7 +15,7 @@ from convert.model import layers
 from fastjax.lora.norm import PreparedRows
 from fastjax.models.context import Context
 from fastjax.models.layer_inputs import LayerInputs
-from fastjax.models.mixers.attention import build_attention
+from fastjax.models.mixers.attention import Attention
 from fastjax.models.projection import Projection
 
 
@@ -108,4 +108,4 @@ class Mixer(Protocol):
 
 
 #: Class of settings -> (settings, inputs) -> the module.
-MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {layers.Attention: build_attention}
+MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {layers.Attention: Attention}

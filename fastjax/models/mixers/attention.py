@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convert.model import layers
-from convert.model.config import ModelConfig
 from fastjax.lora import heads as heads_unit
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.norm import PreparedRows
@@ -79,26 +78,21 @@ class Attention(nnx.Module):
         across: as in `Mixer`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        settings: layers.Attention,
-        qkv: Projection,
-        o: Projection,
-        norms: tuple[Norm, Norm] | None,
-        float32: bool = False,
-        sinks: Sinks | None = None,
-    ):
+    def __init__(self, settings: layers.Attention, inputs: LayerInputs):
+        config, block = inputs.config, settings.block
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         rope = None if settings.rope is None else getattr(config, settings.rope)
         self.turning = 0 if rope is None else rope.rotary_dim(config.head_dim)
         self.settings, self.interleaved, self.whole = settings, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
-        self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
+        self.dropout, self.norm_last = config.attention_dropout, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
-        self.qkv, self.o, self.sinks = qkv, o, sinks
+        self.qkv, self.o = inputs.projection(f"{block}.qkv"), inputs.projection(f"{block}.o")
+        self.sinks = Sinks(inputs.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
+        self.float32 = block in inputs.float32
         self.across: str | None = None
-        self.q_norm, self.k_norm = (None, None) if norms is None else norms
+        self.q_norm = None if config.qk_norm is None else inputs.norm("q_norm", block)
+        self.k_norm = None if config.qk_norm is None else inputs.norm("k_norm", block)
 
     @property
     def inner(self) -> tuple[Projection, ...]:
@@ -212,10 +206,10 @@ class Attention(nnx.Module):
         if whole is not None:
             options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}
 
-            def own(product, cos, sin, scales):
+            def turn(product, cos, sin, scales):
                 return split_rope(product, cos, sin, query_scales=scales, **options)
 
-            island = local(own, in_specs=(ROWS,) * 4, out_specs=ROWS)
+            island = local(turn, in_specs=(ROWS,) * 4, out_specs=ROWS)
             q, k, v = (name_residual(part, "projection") for part in island(whole, *rotary, scales))
             return q, k, v
         parts = self.qkv(x, key)
@@ -246,7 +240,7 @@ class Attention(nnx.Module):
         """Causal attention of whole rows, on each device's own rows, or on the tokens of them that it has."""
         dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _own_key(self.settings.block))
 
-        def own(q, k, v, ranges, key, sinks):
+        def attend(q, k, v, ranges, key, sinks):
             options = self._options()
             if self.across is not None:
                 return ring_attention(q, k, v, axis=self.across, segment_ranges=ranges, sinks=sinks, **options)
@@ -255,7 +249,7 @@ class Attention(nnx.Module):
                 options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}
             return attention(q, k, v, segment_ranges=ranges, sinks=sinks, **options)
 
-        island = local(own, in_specs=(*(ROWS,) * 3, P(BATCH), P(), P()), out_specs=ROWS)
+        island = local(attend, in_specs=(*(ROWS,) * 3, P(BATCH), P(), P()), out_specs=ROWS)
         return island(q, k, v, ranges, dropped, self._sink_logits())
 
     def _out(
@@ -283,17 +277,3 @@ class Attention(nnx.Module):
 def _own_key(block: str) -> int:
     """Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`)."""
     return zlib.crc32(block.encode()) & 0x7FFFFFFF
-
-
-def build_attention(settings: layers.Attention, inputs: LayerInputs) -> Attention:
-    """The attention of a layer.
-
-    Args:
-        settings: its window and rotary positions.
-        inputs: of the layer.
-    """
-    config, block = inputs.config, settings.block
-    norms = None if config.qk_norm is None else (inputs.norm("q_norm", block), inputs.norm("k_norm", block))
-    sinks = Sinks(inputs.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
-    qkv, o = inputs.projection(f"{block}.qkv"), inputs.projection(f"{block}.o")
-    return Attention(config, settings, qkv, o, norms, block in inputs.float32, sinks)

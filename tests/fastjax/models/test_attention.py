@@ -14,9 +14,8 @@ from convert.families.mapping import read_config
 from convert.model.layers import Attention as Settings
 from fastjax.execution.remat import checkpointed
 from fastjax.models.context import Context
+from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers.attention import Attention
-from fastjax.models.norms import Norm
-from fastjax.models.projection import Projection
 from fastjax.models.rotary import inverse_frequencies, query_scales, rope_tables
 from fastjax.training.step import make_eval_step
 from tests.support import families, steps, tiny
@@ -44,21 +43,18 @@ def arrays():
     }
 
 
-def module_of(config, w, norms):
+def module_of(config):
     """A module whose heads have SIZE features, and its context."""
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = [("q_proj", heads * SIZE), ("k_proj", key_heads * SIZE), ("v_proj", key_heads * SIZE)]
-    qkv, o = Projection(sizes, jnp.asarray(w["qkv"])), Projection([("o_proj", WIDTH)], jnp.asarray(w["o"]))
+    weights = {name: {"weight": jnp.asarray(array), "bias": jnp.zeros(len(array))} for name, array in arrays().items()}
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     rotary, scales = {"rope": rope_tables(config.rope, SIZE, positions)}, query_scales(config, positions)
-    return Attention(config, Settings(), qkv, o, norms), Context(rotary, None, None, query_scales=scales)
+    module = Attention(Settings(), LayerInputs(config, 0, {"self_attn": weights}, {}))
+    return module, Context(rotary, None, None, query_scales=scales)
 
 
 def ours(config):
-    w = arrays()
-    norms = Norm(config, jnp.asarray(w["q_norm"])), Norm(config, jnp.asarray(w["k_norm"]))
-    module, context = module_of(config, w, norms)
-    return np.asarray(module(jnp.asarray(w["x"]), context, None))
+    module, context = module_of(config)
+    return np.asarray(module(jnp.asarray(arrays()["x"]), context, None))
 
 
 def theirs(config, *, norm_last, beta):
@@ -112,8 +108,7 @@ def test_turned_heads_are_kept_in_place_of_the_product(family, capsys):
     """But for a norm before the turn, whose backward pass reads the product's parts."""
     config = read_config(families.CONFIGS[family])
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (HEADS, KEY_HEADS, SIZE)
-    norms = None if config.qk_norm is None else (Norm(config, jnp.ones(SIZE)), Norm(config, jnp.ones(SIZE)))
-    module, context = module_of(config, arrays(), norms)
+    module, context = module_of(config)
 
     def layer(x):
         return module(x, context, None)
@@ -122,7 +117,7 @@ def test_turned_heads_are_kept_in_place_of_the_product(family, capsys):
     kept = re.findall(r"f32\[([\d,]+)\] named 'projection'", capsys.readouterr().out)
     by_head = [f"1,{LENGTH},{count},{SIZE}" for count in (HEADS, KEY_HEADS, KEY_HEADS)]
     by_part = [f"1,{LENGTH},{count * SIZE}" for count in (HEADS, KEY_HEADS, KEY_HEADS)]
-    assert kept == (by_head if norms is None else by_part)
+    assert kept == (by_head if config.qk_norm is None else by_part)
 
 
 RATE = 0.3
