@@ -1,11 +1,14 @@
 """The model and the conversations of `chat`, and imports of other tools' settings."""
 
+import json
+
 import pytest
 import yaml
 
 from fastjax.cli import main
 from fastjax.commands.settings import parse_train_config
 from tests.support import chat
+from tests.support.other_tools import INFO
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +48,20 @@ def run_file(chat_folder, chats, tmp_path):
     return write
 
 
+def write_theirs(folder, content, info):
+    """The file of another tool, and the data sets beside it that LLaMA-Factory's names."""
+    (folder / "theirs.yml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    if info is not None:
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
 @pytest.fixture
 def imported(tmp_path, monkeypatch, capsys):
     """Imports a text and gives the settings with what was printed."""
     monkeypatch.chdir(tmp_path)
 
-    def run(text, *options):
-        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    def run(text, *options, info=INFO):
+        write_theirs(tmp_path, text, info)
         status = main(["import-config", "theirs.yml", *options])
         out, err = capsys.readouterr()
         assert status == 0, err
@@ -65,8 +75,8 @@ def refused(tmp_path, monkeypatch, capsys):
     """Gives the error of an import, after which no file is there."""
     monkeypatch.chdir(tmp_path)
 
-    def run(text, *options):
-        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    def run(text, *options, info=INFO):
+        write_theirs(tmp_path, text, info)
         assert main(["import-config", "theirs.yml", *options]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1

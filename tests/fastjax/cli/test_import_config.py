@@ -13,7 +13,6 @@ from tests.support.folders import read_adapter
 from tests.support.other_runs import RUNS
 from tests.support.other_tools import (
     AXOLOTL,
-    INFO,
     LLAMA_FACTORY,
     TORCHTUNE,
     lists,
@@ -63,8 +62,7 @@ def test_axolotl(imported, tmp_path):
     assert missing == {"plugins"} and "plugins: liger.LigerPlugin" in out
 
 
-def test_llama_factory(imported, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+def test_llama_factory(imported):
     config, out = imported(LLAMA_FACTORY)
     model, optimizer, training = config.model, config.optimizer, config.training
     assert (model.load_in_4bit, model.dtype, model.param_dtype) == (True, "bfloat16", "bfloat16")
@@ -154,8 +152,7 @@ def test_evaluations_and_saves_of_axolotl(imported, given, expected):
     assert "not carried over" not in lists(out)
 
 
-def test_newer_spellings_of_transformers(imported, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+def test_newer_spellings_of_transformers(imported):
     given = {"train_sampling_strategy": "group_by_length", "neat_packing": False, "warmup_steps": 0.2}
     config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), **given})
     assert config.training.group_by_length and config.optimizer.warmup_ratio == 0.2
@@ -169,7 +166,6 @@ def test_newer_spellings_of_transformers(imported, tmp_path):
     ],
 )
 def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expected):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
     config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), "use_muon": True, "group_by_length": True, **given})
     assert config.optimizer.name == "muon" and not config.training.group_by_length  # rows are packed
     assert (config.training.eval_steps, config.output.save_steps) == expected
@@ -237,14 +233,13 @@ TUNE = yaml.safe_load(TORCHTUNE)
         ("a: [", "theirs.yml:1: not valid YAML"),
     ],
 )
-def test_what_would_train_another_model_is_refused(given, message, refused, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+def test_what_would_train_another_model_is_refused(given, message, refused):
     error = refused(given)
     assert error.startswith("fastjax import-config: error: theirs.yml") and message in error
 
 
 def test_a_data_set_of_llama_factory_needs_its_description(refused):
-    error = refused({"model_name_or_path": "m", "stage": "sft", "dataset": "own"})
+    error = refused({"model_name_or_path": "m", "stage": "sft", "dataset": "own"}, info=None)
     assert "dataset: expected dataset_info.json, which describes it, in data or beside the file, got 'own'" in error
 
 
@@ -274,9 +269,11 @@ assert not {{"jax", "transformers", "datasets"}} & set(sys.modules)
 
 def test_one_run_has_the_same_settings_by_each_tool(chat_folder, chats, imported, tmp_path):
     """But for what makes no difference to this run, in which nothing is too long and all projections are adapted."""
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks(chats)}))
     places = {"model": chat_folder, "data": chats, "info": tmp_path, "output": tmp_path / "run"}
-    found = [dataclasses.asdict(imported(text.format(**places), "--force")[0]) for text in RUNS.values()]
+    found = [
+        dataclasses.asdict(imported(text.format(**places), "--force", info={"talks": talks(chats)})[0])
+        for text in RUNS.values()
+    ]
     differ = {
         f"{section}.{key}"
         for section in found[0]
@@ -298,11 +295,10 @@ def talks(chats):
 )
 def test_imported_runs_train(chat_folder, chats, imported, tmp_path):
     """One run by each tool, with the same losses."""
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks(chats)}))
     losses = {}
     for name, text in RUNS.items():
         places = {"model": chat_folder, "data": chats, "info": tmp_path, "output": tmp_path / name}
-        config, _ = imported(text.format(**places), "--force")
+        config, _ = imported(text.format(**places), "--force", info={"talks": talks(chats)})
         assert main(["train", "--config", "run.yaml", "--model.dtype", "float32", "--data.cache_dir", "null"]) == 0
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [row["loss"] for row in rows if "loss" in row]
@@ -337,9 +333,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_key_is_named(name, imported, tmp_path):
+def test_every_key_is_named(name, imported):
     text, added, keys = FILES[name]
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
     _, out = imported(yaml.safe_load(text) | added)
     named = [key for keys in lists(out).values() for key in keys]
     assert set(keys) <= set(named), out

@@ -12,7 +12,6 @@ from fastjax.training.config import PreferencesSection
 from tests.support.other_runs import RUNS
 from tests.support.other_tools import (
     AXOLOTL_DPO,
-    INFO,
     LLAMA_FACTORY_SIMPO,
     TORCHTUNE_DPO,
     lists,
@@ -85,7 +84,6 @@ TURNS = {"path": "org/turns", "type": "chat_template.default", "field_messages":
     ],
 )
 def test_preferences(imported, tmp_path, text, changes, preferences, data, columns):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
     config, out = imported(yaml.safe_load(text) | changes)
     assert dataclasses.asdict(config.preferences) == dataclasses.asdict(PreferencesSection(**preferences))
     assert config.model.max_seq_length == 2 * preferences["max_length"] and config.data.packing is False
@@ -149,8 +147,7 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
         ),
     ],
 )
-def test_preferences_that_would_train_another_model(text, changes, message, refused, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+def test_preferences_that_would_train_another_model(text, changes, message, refused):
     assert message in refused(yaml.safe_load(text) | changes)
 
 
@@ -165,7 +162,6 @@ def test_an_imported_run_over_preferences_trains(chat_folder, imported, tmp_path
         for word in ("abc", "bcd")
     ]
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
     given = yaml.safe_load(RUNS["llama-factory"].format(model=chat_folder, info=tmp_path, output=tmp_path / "run"))
     given |= {"stage": "dpo", "dataset": "pairs", "pref_beta": 0.2, "cutoff_len": 32, "packing": False}
     given |= {"learning_rate": 1e-3}  # both pairs in each step

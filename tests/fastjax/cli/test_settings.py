@@ -159,7 +159,8 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
          "label_smoothing_factor, z_loss_coef, neftune_noise_alpha, router_aux_loss_coef, router_z_loss_coef, qat, "
          "deterministic, step_timeout, seed"),
         ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, got none"),
-        (NEEDED.replace("train: d", "train: [{weight: 2}]"), "{file}:2: data.train[0].path: expected a value, got none"),
+        (NEEDED.replace("train: d", "train: [{weight: 2}]"),
+         "{file}:2: data.train[0].path: expected a value, got none"),
         (NEEDED.replace("train: d", "train: [{path: a, streaming: 1}]"),
          "{file}:2: data.train[0].streaming: expected true or false, got 1"),
         (NEEDED.replace("data: {train: d}", "data:\n  train:\n  - a\n  - path: b\n    weight: -1"),
