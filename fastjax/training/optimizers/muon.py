@@ -53,14 +53,12 @@ def scale_by_muon(momentum: float, b1: float, b2: float, eps: float) -> optax.Gr
     adam = scale_by_adam(b1, b2, eps, bits=32)
 
     def split(tree: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        ours = [_is_matrix(path, leaf) for path, leaf in leaves]
-        return tuple(  # pyright: ignore[reportReturnType]
-            structure.unflatten(
-                [leaf if here == matrix else None for here, (_, leaf) in zip(ours, leaves, strict=True)]
+        def only(matrices: bool) -> Any:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: leaf if _is_matrix(path, leaf) == matrices else None, tree
             )
-            for matrix in (True, False)
-        )
+
+        return only(True), only(False)
 
     def init(params: Any) -> MuonState:
         matrices, rest = split(params)

@@ -83,7 +83,7 @@ def _write(
         result=result,
         evaluations=list_evaluations(history),
         spikes={
-            **list_spikes(spikes)._asdict(),
+            **list_spikes(spikes),
             "deviations": f"{DEVIATIONS:g}",
             "window": WINDOW,
             "least": f"{LEAST_SPREAD:.0%}",

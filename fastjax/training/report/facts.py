@@ -26,18 +26,6 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-class Excerpt(NamedTuple):
-    """The shown part of a list.
-
-    Attributes:
-        rows: the rows.
-        hidden: number of further rows.
-    """
-
-    rows: list[Any]
-    hidden: int
-
-
 def headline(history: History) -> list[Fact]:
     """The figures at the top of the report.
 
@@ -79,11 +67,14 @@ def headline(history: History) -> list[Fact]:
     return facts
 
 
-def list_events(history: History) -> Excerpt:
+def list_events(history: History) -> dict[str, Any]:
     """The events in order, with the last checkpoint only and one line for all skipped steps.
 
     Args:
         history: the run.
+
+    Returns:
+        rows, and the number of hidden ones.
     """
     saved = [row for row in history.events if row["event"] == "saved"]
     rows: list[Mapping[str, Any]] = [row for row in history.events if row["event"] != "saved" or row is saved[-1]]
@@ -98,7 +89,8 @@ def list_events(history: History) -> Excerpt:
         message = f"{_count(skipped.size, 'step')} skipped, the gradient overflowed in float16: {listed}"
         rows.append({"step": int(skipped[0]), "message": message})
     rows.sort(key=lambda row: row["step"])
-    return Excerpt(rows[: MOST_ROWS // 2] + rows[MOST_ROWS // 2 :][-MOST_ROWS // 2 :], max(0, len(rows) - MOST_ROWS))
+    shown = rows[: MOST_ROWS // 2] + rows[MOST_ROWS // 2 :][-MOST_ROWS // 2 :]
+    return {"rows": shown, "hidden": len(rows) - len(shown)}
 
 
 def list_samples(history: History) -> list[Mapping[str, str]]:
@@ -110,14 +102,17 @@ def list_samples(history: History) -> list[Mapping[str, str]]:
     return next((row["samples"] for row in reversed(history.events) if row.get("samples")), [])
 
 
-def list_spikes(spikes: Sequence[Spike]) -> Excerpt:
+def list_spikes(spikes: Sequence[Spike]) -> dict[str, Any]:
     """The largest spikes, by step.
 
     Args:
         spikes: all.
+
+    Returns:
+        rows, and the number of hidden ones.
     """
     largest = sorted(spikes, key=lambda spike: spike.expected - spike.loss)[:MOST_ROWS]
-    return Excerpt(sorted(largest), len(spikes) - len(largest))
+    return {"rows": sorted(largest), "hidden": len(spikes) - len(largest)}
 
 
 def list_evaluations(history: History, most: int = 12) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ class State(NamedTuple):
     halted: bool = False
 
 
-class Kept(list):
+class RowList(list):
     """A sink that keeps what it is given."""
 
     def write(self, row):
@@ -40,7 +40,7 @@ class Kept(list):
         return [(row["step"], row["event"]) for row in self if "event" in row]
 
 
-class Saves:
+class FakeCheckpoints:
     """Checkpoints in a list; those of the steps in `failing` do not get there, which a slow one says late."""
 
     folder = "checkpoints"
@@ -123,7 +123,7 @@ def run(
     cadence=None,
     others=(),
 ):
-    start, rows = start or Progress(), Kept() if rows is None else rows
+    start, rows = start or Progress(), RowList() if rows is None else rows
     batches = [batch()] * (steps - start.step) if batches is None else batches
     saving = None if checkpoints is None else Saving(checkpoints, start.step)
     metrics = Metrics(Throughput(steps), startup)
@@ -151,7 +151,7 @@ def test_one_row_a_step():
 def test_reads_a_step_while_the_next_one_runs():
     log = []
 
-    class Log(Kept):
+    class Log(RowList):
         def write(self, row):
             log.append(("report", row["step"]))
 
@@ -206,7 +206,7 @@ def losses(*values):
 
 
 def test_saves_every_few_steps_at_the_end_and_at_the_best():
-    saves = Saves()
+    saves = FakeCheckpoints()
     cadence = Cadence(0, evaluate=2, save=3, save_best=True)
     fitted, rows = run(7, evaluate=losses(3.0, 2.0, 2.5, 2.4), cadence=cadence, checkpoints=saves)
     assert {step: state.step for step, (state, _) in saves.states.items()} == {2: 2, 3: 3, 4: 4, 6: 6, 7: 7}
@@ -226,17 +226,17 @@ def test_goes_on_where_it_stood():
 
 def test_patience():
     cadence = Cadence(0, evaluate=1, patience=2, threshold=0.1)
-    fitted, rows = run(9, evaluate=losses(3.0, 2.0, 1.95, 1.92), cadence=cadence, checkpoints=Saves())
+    fitted, rows = run(9, evaluate=losses(3.0, 2.0, 1.95, 1.92), cadence=cadence, checkpoints=FakeCheckpoints())
     assert fitted.complete and fitted.progress[:4] == (4, 2.0, 2, 2)
     assert rows.events() == [(4, "early_stop")]
-    saves = Saves()
+    saves = FakeCheckpoints()
     run(9, evaluate=losses(3.0, 4.0, 4.0), cadence=Cadence(0, evaluate=1, patience=2, save=5), checkpoints=saves)
     assert list(saves.states) == [3]
 
 
 def test_a_run_whose_patience_was_at_its_end_takes_no_step_when_it_goes_on():
     start = Progress(4, best_loss=2.0, best_step=2, evaluations_since_best=2)
-    saves, cadence = Saves(), Cadence(0, evaluate=1, patience=2, save=1)
+    saves, cadence = FakeCheckpoints(), Cadence(0, evaluate=1, patience=2, save=1)
     fitted, rows = run(9, start=start, evaluate=losses(), cadence=cadence, checkpoints=saves)
     assert fitted == (State(4, 4), start, None, True)
     assert rows == [] and saves.asked == []
@@ -249,12 +249,14 @@ def test_a_run_that_patience_ends_was_not_interrupted():
     stop.received = signal.SIGTERM
     cadence = Cadence(0, evaluate=1, patience=1, save=5)
     start = Progress(1, best_loss=1.0, best_step=1)
-    fitted, rows = run(9, start=start, evaluate=losses(2.0), cadence=cadence, checkpoints=Saves({2}), others=[stop])
+    fitted, rows = run(
+        9, start=start, evaluate=losses(2.0), cadence=cadence, checkpoints=FakeCheckpoints({2}), others=[stop]
+    )
     assert fitted.complete and rows.events() == [(2, "early_stop"), (2, "save_failed")]
 
 
 def test_a_save_that_fails_is_told_and_the_run_goes_on():
-    saves = Saves(failing={2})
+    saves = FakeCheckpoints(failing={2})
     fitted, rows = run(4, cadence=Cadence(0, save=1), checkpoints=saves)
     assert fitted.complete and list(saves.states) == [1, 3, 4]
     assert rows.events() == [(1, "saved"), (2, "save_failed"), (3, "saved"), (4, "saved")]
@@ -262,13 +264,13 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on():
 
 
 def test_a_save_that_fails_does_not_keep_the_next_one_from_being_tried():
-    saves = Saves(failing={1}, slow=True)
+    saves = FakeCheckpoints(failing={1}, slow=True)
     fitted, rows = run(3, cadence=Cadence(0, save=1), checkpoints=saves)
     assert fitted.complete and list(saves.states) == [2, 3]
     assert rows.events() == [(2, "save_failed"), (2, "saved"), (3, "saved")]
-    stop, saves = StopSignals(), Saves(failing={2}, slow=True)
+    stop, saves = StopSignals(), FakeCheckpoints(failing={2}, slow=True)
 
-    class Signalling(Kept):
+    class Signalling(RowList):
         def write(self, row):
             super().write(row)
             if row["step"] == 2:
@@ -282,7 +284,7 @@ def test_a_save_that_fails_does_not_keep_the_next_one_from_being_tried():
 def test_evaluations_and_saves_are_waited_for_by_name():
     watched, seen = [], []
 
-    class Seen(Saves):
+    class Watched(FakeCheckpoints):
         def save(self, state, progress):
             super().save(state, progress)
             seen.append(watched[-1])
@@ -296,7 +298,7 @@ def test_evaluations_and_saves_are_waited_for_by_name():
         seen.append(watched[-1])
         return Evaluation(1.0, 0.5, 10)
 
-    cadence, saves = Cadence(0, evaluate=2, save=2), Seen(slow=True)
+    cadence, saves = Cadence(0, evaluate=2, save=2), Watched(slow=True)
     run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, others=[Watching(watched)])
     second, fourth = ("the evaluation after step {}", "the checkpoint of step {}"), "the checkpoint of step 4"
     assert seen == [text.format(2) for text in second] + [second[0].format(4), second[1].format(2), fourth, fourth]
@@ -310,9 +312,9 @@ def test_evaluations_and_saves_are_waited_for_by_name():
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
-    stop, saves = StopSignals(), Saves({2} if failing else ())
+    stop, saves = StopSignals(), FakeCheckpoints({2} if failing else ())
 
-    class Signalling(Kept):
+    class Signalling(RowList):
         def write(self, row):
             super().write(row)
             stop.received = signal.SIGTERM  # while step 2 runs
@@ -329,7 +331,7 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
 def test_a_step_that_is_not_finite_ends_the_run(bad):
-    saves, rows = Saves(), Kept()
+    saves, rows = FakeCheckpoints(), RowList()
     with pytest.raises(TrainingError, match=rf"^step {bad}: the loss is nan and the gradient norm 0.5.* row 7 is bad"):
         run(4, toy_step(bad={bad}), rows=rows, checkpoints=saves, explain=lambda *_: "row 7 is bad")
     kept = {step: (state.trainable, bool(state.halted)) for step, (state, _) in saves.states.items()}
@@ -340,7 +342,7 @@ def test_a_step_that_is_not_finite_ends_the_run(bad):
 
 @pytest.mark.parametrize(("save", "start", "asked"), [(2, 0, [2]), (3, 2, []), (1, 0, [1, 2])])
 def test_the_state_before_a_step_that_is_not_finite_is_saved_once(save, start, asked):
-    saves, rows = Saves(slow=True), Kept()
+    saves, rows = FakeCheckpoints(slow=True), RowList()
     with pytest.raises(TrainingError, match="the state before it is the checkpoint of step 2"):
         run(4, toy_step(bad={3}), rows=rows, start=Progress(start), cadence=Cadence(0, save=save), checkpoints=saves)
     assert saves.asked == asked

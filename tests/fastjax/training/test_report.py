@@ -149,8 +149,8 @@ def test_lists_are_short():
     saved = [{"step": step, "event": "saved", "message": f"saved {step}"} for step in range(1, 51)]
     other = [{"step": step, "event": "save_failed", "message": "disk full"} for step in range(100, 160)]
     events = list_events(History.from_rows(saved + other))
-    assert events.rows[0]["message"] == "saved 50 (50 checkpoints in all)"
-    assert (len(events.rows), events.hidden) == (20, 41)
+    assert events["rows"][0]["message"] == "saved 50 (50 checkpoints in all)"
+    assert (len(events["rows"]), events["hidden"]) == (20, 41)
     evaluated = [Evaluation(2.0 - (step == 7), 0.5, 1).row(step) for step in range(1, 101)]
     table = list_evaluations(History.from_rows(evaluated))
     assert table is not None
@@ -207,8 +207,8 @@ def test_the_loss_scale_panel():
     (panel,) = [panel for panel in panels(history, []) if panel.title.startswith("Loss scale")]
     (skipped,) = [series for series in panel.series if series.label.startswith("skipped")]
     assert (list(skipped.x), list(skipped.y)) == ([3], [65536])
-    assert "steps skipped" not in str(list_events(history).rows)
-    assert list_events(history).rows[0]["message"] == "1 step skipped, the gradient overflowed in float16: 3"
+    assert "steps skipped" not in str(list_events(history)["rows"])
+    assert list_events(history)["rows"][0]["message"] == "1 step skipped, the gradient overflowed in float16: 3"
 
 
 # The page
