@@ -2,7 +2,7 @@
 
 
 class ConfigError(ValueError):
-    """What was asked for is wrong: a setting, an argument, a combination of them. The command line exits with 2."""
+    """A wrong setting, argument or combination of them. The command line exits with 2."""
 
 
 class DataError(ValueError):

@@ -4,31 +4,31 @@ The limits of JSON stand in `convert.strict_json`.
 """
 
 MAX_SETTINGS_BYTES = 2**17
-"""Of a YAML file with settings: it is parsed in about a second."""
+"""Bytes of a YAML file with settings, which is parsed in about a second."""
 
 MAX_INTEGER = 2**32 - 1
-"""Of any whole number among the settings: seeds have 32 bits, and nothing is counted further."""
+"""The largest whole number among the settings: seeds have 32 bits, and nothing is counted further."""
 
 MAX_MAGNITUDE = 3e38
-"""Of any other number among the settings: float32 and bfloat16 hold it."""
+"""The largest other number among the settings: float32 and bfloat16 hold it."""
 
 MAX_STEPS = 10_000_000
-"""Of a run: the learning rates of all its steps are computed beforehand."""
+"""Steps of a run, whose learning rates are all computed beforehand."""
 
 MAX_ROW_TOKENS = 2**24
-"""Of a row."""
+"""Tokens of a row."""
 
 MAX_ROWS = 2**16
-"""Of a batch on a device, and of portions of a step."""
+"""Rows of a batch on a device, and portions of a step."""
 
 MAX_STEP_TOKENS = 2**26
-"""Of a step on a device: a batch of so many takes 1 GiB on the host."""
+"""Tokens of a step on a device: a batch of so many takes 1 GiB on the host."""
 
 MAX_RANK = 2**16
-"""Of an adapter."""
+"""The rank of an adapter."""
 
 MAX_LINE_BYTES = 2**26
-"""Of a line of JSON lines or CSV, and of a field of CSV."""
+"""Bytes of a line of JSON lines or CSV, and of a field of CSV."""
 
 MAX_YAML_VALUES = 100_000
 """Values and keys of a YAML text, those of an alias counted wherever it stands."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
     from fastjax.planning.longest import LongestRow
     from fastjax.planning.memory import MemoryLimits
-    from fastjax.runs.plan import Planned, RunPlan
+    from fastjax.runs.plan import PlannedStep, RunPlan
     from pallas_kernels.cards import Card
 
 #: Columns of a terminal that no table fills.
@@ -77,7 +77,7 @@ def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", r
     }
 
 
-def _figures(one: "Planned", room: "MemoryLimits") -> dict[str, Any]:
+def _figures(one: "PlannedStep", room: "MemoryLimits") -> dict[str, Any]:
     """A step in numbers."""
     return {
         "policy": one.policy,

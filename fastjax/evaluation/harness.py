@@ -86,9 +86,9 @@ class HarnessModel(LM):
         pairs, counts = [], []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self._tokens(text), self._first, self.model.max_seq_length, 1)
-            own = [make_disjoint_window(window) for window in windows]
-            pairs += own
-            counts.append(len(own))
+            disjoint = [make_disjoint_window(window) for window in windows]
+            pairs += disjoint
+            counts.append(len(disjoint))
         scores = iter(self._scored(pairs))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
@@ -104,8 +104,8 @@ class HarnessModel(LM):
             for start in range(0, len(members), self.batch_size):
                 part = members[start : start + self.batch_size]
                 prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in part]
-                place = {"seed": self.seed, "first_row": start}
-                new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, **place, **names)
+                draws = {"seed": self.seed, "first_row": start}
+                new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, **draws, **names)
                 for number, tokens in zip(part, new, strict=True):
                     text = str(decode(tokens, skip_special_tokens=True))
                     for end in _until(requests[number].args[1]):
@@ -129,7 +129,7 @@ class HarnessModel(LM):
         return prompt[-room:]
 
     def _options(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        """Of a generation: longest answer, temperature, top_k, top_p."""
+        """The settings of a generation: longest answer, temperature, top_k, top_p."""
         unknown = sorted(set(given) - set(_OTHERS))
         if unknown:
             raise ConfigError(f"generation_kwargs: expected some of {', '.join(_OTHERS)}, got {unknown[0]}")

@@ -77,7 +77,7 @@ def evaluate(
 
 
 class _Row(NamedTuple):
-    """What is asked: texts that are said before, user's and assistant's by turns, and the prompt; and what is right."""
+    """A question: the turns of user and assistant before it and its prompt, with the right answer."""
 
     turns: list[str]
     answer: str
@@ -100,7 +100,7 @@ def _rows(task: Task) -> tuple[list[_Row], list[_Row]]:
 
 def _read(task: Task, path: str, split: str | None, limit: int | None) -> list[_Row]:
     [source] = open_sources(DataSource(path, split=split))
-    found = []
+    rows = []
     for row, where in itertools.islice(source.rows(), limit):
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: expected an object of columns, got {type(row).__name__}")
@@ -108,13 +108,13 @@ def _read(task: Task, path: str, split: str | None, limit: int | None) -> list[_
         if task.kind == "choice":
             choices = task.choices_of(row, where)
             label = task.label_of(row, choices, where)
-            found.append(_Row([prompt], choices[label], choices, label))
+            rows.append(_Row([prompt], choices[label], choices, label))
             continue
         right = filled(task.answer or "", row, where)
         if task.compared(right) is None:
             raise DataError(f"{where}: expected a match of {task.extract!r} in the answer, got {right[:200]!r}")
-        found.append(_Row([prompt], right, [], 0))
-    return found
+        rows.append(_Row([prompt], right, [], 0))
+    return rows
 
 
 def _asked(task: Task, row: _Row, shots: Sequence[_Row]) -> Any:
@@ -135,7 +135,7 @@ def _exact_match(
 ) -> list[dict[str, Any]]:
     prompts, until = [_asked(task, row, shots) for row in rows], _until(task, shots)
     options = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size, "chat_template_kwargs": variables}
-    said = answer(model, prompts, chat=task.chat, **options)
+    answers = answer(model, prompts, chat=task.chat, **options)
     return [
         {
             "prompt": row.turns[0],
@@ -143,7 +143,7 @@ def _exact_match(
             "answer": text,
             "right": task.compared(text) == task.compared(row.answer),
         }
-        for row, text in zip(rows, (task.ended(text, until) for text in said), strict=True)
+        for row, text in zip(rows, (task.ended(text, until) for text in answers), strict=True)
     ]
 
 
@@ -170,16 +170,16 @@ def _choice(
     scores = iter(completion_scores(model, examples, rows=batch_size))
     samples = []
     for row in rows:
-        found = [next(scores).log_prob for _ in row.choices]
-        sizes = ((1,) * len(found), map(len, row.choices), (len(choice.encode()) for choice in row.choices))
-        divided = ([value / max(1, size) for value, size in zip(found, each, strict=True)] for each in sizes)
+        log_probs = [next(scores).log_prob for _ in row.choices]
+        sizes = ((1,) * len(log_probs), map(len, row.choices), (len(choice.encode()) for choice in row.choices))
+        divided = ([value / max(1, size) for value, size in zip(log_probs, each, strict=True)] for each in sizes)
         taken, by_length, by_bytes = (max(range(len(values)), key=values.__getitem__) for values in divided)
         samples.append(
             {
                 "prompt": row.turns[0],
                 "expected": row.label,
                 "choices": row.choices,
-                "log_probs": found,
+                "log_probs": log_probs,
                 "answer": taken,
                 "right": taken == row.label,
                 "right_by_length": by_length == row.label,

@@ -97,11 +97,11 @@ def _compiled(graphdef: nnx.GraphDef, trainable_filter: Any) -> Any:
         log_probs = head_log_probs(model, trainable_filter, hidden, rows.targets)
         scored = rows.targets != IGNORE_INDEX
         wrong = (_likeliest(model, hidden) != rows.targets) & scored
-        own = documents_of(rows)
+        in_document = documents_of(rows)
         return (
-            jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1),
-            jnp.sum(own & scored[:, :, None], axis=1),
-            jnp.any(own & wrong[:, :, None], axis=1),
+            jnp.sum(jnp.where(in_document, log_probs[:, :, None], 0.0), axis=1),
+            jnp.sum(in_document & scored[:, :, None], axis=1),
+            jnp.any(in_document & wrong[:, :, None], axis=1),
         )
 
     return scores

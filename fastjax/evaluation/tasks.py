@@ -97,12 +97,12 @@ class Task:
         """
         if not isinstance(self.choices, str):
             return [filled(choice, row, where) for choice in self.choices or ()]
-        found = row.get(self.choices)
-        if isinstance(found, Mapping):  # as the datasets of ARC have them: {text: […], label: […]}
-            found = found.get("text")
-        if not isinstance(found, list | tuple) or len(found) < 2 or not all(isinstance(one, str) for one in found):
-            raise DataError(f"{where}: {self.choices}: expected a list of two texts or more, got {shown(found)}")
-        return list(found)
+        choices = row.get(self.choices)
+        if isinstance(choices, Mapping):  # as the datasets of ARC have them: {text: […], label: […]}
+            choices = choices.get("text")
+        if not isinstance(choices, list | tuple) or len(choices) < 2 or {*map(type, choices)} != {str}:
+            raise DataError(f"{where}: {self.choices}: expected a list of two texts or more, got {shown(choices)}")
+        return list(choices)
 
     def label_of(self, row: Mapping[str, Any], choices: Sequence[str], where: str) -> int:
         """The number of the right choice.
@@ -116,25 +116,25 @@ class Task:
             DataError: none of them is said to be right.
         """
         assert self.label is not None
-        found = row.get(self.label)
+        label = row.get(self.label)
         if (labels := self._labels_of(row, len(choices), where)) is not None:
-            if isinstance(found, bool) or str(found) not in labels:
+            if isinstance(label, bool) or str(label) not in labels:
                 raise DataError(
-                    f"{where}: {self.label}: expected one of the labels {shown(labels)}, got {shown(found)}"
+                    f"{where}: {self.label}: expected one of the labels {shown(labels)}, got {shown(label)}"
                 )
-            return labels.index(str(found))
-        if isinstance(found, str) and found in choices:
-            return choices.index(found)
-        if isinstance(found, str) and len(found) == 1 and found.upper() in _LETTERS:
-            found = _LETTERS.index(found.upper())
-        if isinstance(found, str) and found.isdecimal():
-            found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(choices):
+            return labels.index(str(label))
+        if isinstance(label, str) and label in choices:
+            return choices.index(label)
+        if isinstance(label, str) and len(label) == 1 and label.upper() in _LETTERS:
+            label = _LETTERS.index(label.upper())
+        if isinstance(label, str) and label.isdecimal():
+            label = int(label)
+        if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < len(choices):
             raise DataError(
                 f"{where}: {self.label}: expected a number from 0 to {len(choices) - 1}, a letter or one of the "
-                f"choices, got {shown(found)}"
+                f"choices, got {shown(label)}"
             )
-        return found
+        return label
 
     def _labels_of(self, row: Mapping[str, Any], count: int, where: str) -> list[str] | None:
         """The choices' own labels, as ARC has them: letters from A, or numbers from 1; None: they have none."""
@@ -157,7 +157,7 @@ class Task:
         return text[: min(places)] if places else text
 
     def compared(self, text: str) -> str | None:
-        """What of an answer is compared; None: there is no match of `extract` in it."""
+        """The part of an answer that is compared; None: there is no match of `extract` in it."""
         if self.extract is not None:
             matches = [match for match in re.finditer(self.extract, text) if match.group()]
             if not matches:
@@ -214,11 +214,11 @@ def read_tasks(file: Path) -> list[Task]:
         document = strict_yaml.read(file.read_text(encoding="utf-8"))
     except (YamlError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    found = document.value
-    if not isinstance(found, dict) or set(found) != {"tasks"} or not isinstance(found["tasks"], list):
-        raise ConfigError(f"{file}: expected a list of tasks under `tasks`, got {shown(found)}")
+    content = document.value
+    if not isinstance(content, dict) or set(content) != {"tasks"} or not isinstance(content["tasks"], list):
+        raise ConfigError(f"{file}: expected a list of tasks under `tasks`, got {shown(content)}")
     tasks = []
-    for number, given in enumerate(found["tasks"]):
+    for number, given in enumerate(content["tasks"]):
         line = document.line(("tasks", number))
         if not isinstance(given, dict):
             raise ConfigError(f"{file}:{line}: expected a task, a mapping, got {shown(given)}")

@@ -82,26 +82,26 @@ def counts(datasets: dict[str, Dataset]) -> Table:
 
 
 def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
-    found, sizes = dataset.statistics, dataset.rows.documents.lengths[dataset.rows.order]
-    yield "examples", f"{found.examples:,}"
-    yield "  nothing to learn in them, left out", f"{found.no_targets:,}"
-    yield "  too long, truncated", f"{found.truncated:,}"
-    yield "  too long, split into several documents", f"{found.split:,}"
-    yield "  too long, dropped", f"{found.dropped:,}"
-    yield "  answers in documents of their own, which the chat template rewrites", f"{found.apart:,}"
-    yield "  answers learnt behind another text than generation's", f"{found.elsewhere:,}"
+    statistics, sizes = dataset.statistics, dataset.rows.documents.lengths[dataset.rows.order]
+    yield "examples", f"{statistics.examples:,}"
+    yield "  nothing to learn in them, left out", f"{statistics.no_targets:,}"
+    yield "  too long, truncated", f"{statistics.truncated:,}"
+    yield "  too long, split into several documents", f"{statistics.split:,}"
+    yield "  too long, dropped", f"{statistics.dropped:,}"
+    yield "  answers in documents of their own, which the chat template rewrites", f"{statistics.apart:,}"
+    yield "  answers learnt behind another text than generation's", f"{statistics.elsewhere:,}"
     for kind in notes.KINDS:
-        yield f"  {notes.KINDS[kind]}", f"{found.notes.get(kind, (0,))[0]:,}"
-    yield "  desirable answers", f"{found.desirable:,}"
-    yield "  undesirable answers", f"{found.undesirable:,}"
-    yield "documents", f"{found.documents:,}"
+        yield f"  {notes.KINDS[kind]}", f"{statistics.notes.get(kind, (0,))[0]:,}"
+    yield "  desirable answers", f"{statistics.desirable:,}"
+    yield "  undesirable answers", f"{statistics.undesirable:,}"
+    yield "documents", f"{statistics.documents:,}"
     yield "  tokens in one: mean", f"{sizes.mean():,.0f}"
     yield "  tokens in one: median", f"{np.median(sizes):,.0f}"
     yield "  tokens in one: most", f"{sizes.max():,}"
-    yield "tokens", f"{found.tokens:,}"
-    yield "  learnt", f"{found.target_tokens:,} ({found.target_tokens / found.tokens:.1%})"
-    yield "rows", f"{found.rows:,}"
-    yield "  slots filled", f"{found.slots_filled:.1%}"
+    yield "tokens", f"{statistics.tokens:,}"
+    yield "  learnt", f"{statistics.target_tokens:,} ({statistics.target_tokens / statistics.tokens:.1%})"
+    yield "rows", f"{statistics.rows:,}"
+    yield "  slots filled", f"{statistics.slots_filled:.1%}"
 
 
 def mixture(dataset: Dataset, title: str) -> Group | None:

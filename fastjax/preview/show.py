@@ -65,9 +65,9 @@ def _show_figures(known: dict[str, Dataset], console: Console) -> None:
     console.print()
     console.print(counts(known))
     for name, dataset in known.items():
-        found = dataset.statistics
-        for kind, (count, first) in found.notes.items():
-            words = f"{name}: {count:,} {notes.say(kind, found.special_tokens)} (first: {first})"
+        statistics = dataset.statistics
+        for kind, (count, first) in statistics.notes.items():
+            words = f"{name}: {count:,} {notes.say(kind, statistics.special_tokens)} (first: {first})"
             console.print(words, highlight=False, markup=False, soft_wrap=True)
     console.print()
 

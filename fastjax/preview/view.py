@@ -78,19 +78,19 @@ def first_rows(batches: BatchSource, count: int, tokenizer: "PreTrainedTokenizer
     Yields:
         The rows, in the order of the steps.
     """
-    found = 0
+    yielded = 0
     for step, batch in enumerate(batches.from_step(0, batches.steps_per_epoch)):
         numbers = batches.row_numbers(step).ravel()
         rows = [array.reshape(len(numbers), -1) for array in (batch.tokens, batch.targets, batch.segment_ids)]
         roles = batch.extra["roles"].reshape(len(numbers), -1) if "roles" in batch.extra else [None] * len(numbers)
         for place in np.flatnonzero(numbers >= 0).tolist():
-            if found == count:
+            if yielded == count:
                 return
             origin = batches.describe_rows(numbers[place : place + 1])
             tokens, targets, segment_ids = (array[place] for array in rows)
             documents = view_row(tokens, targets, segment_ids, tokenizer, roles[place])
             yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, len(tokens), documents)
-            found += 1
+            yielded += 1
 
 
 def view_row(

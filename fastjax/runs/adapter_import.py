@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 
 from convert.adapters import CONFIG, AdapterConfig, config_from_json
-from convert.errors import shown
 from convert.files import atomic_folder, read_json, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import add_adapter
@@ -22,6 +21,7 @@ from fastjax.runs.context import Run
 from fastjax.runs.fine_tune import open_folders, settle
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.model import check_vocabulary, with_adapter
+from fastjax.runs.settings_changes import listed
 from fastjax.runs.stages import identify, read_data
 from fastjax.runs.steps import StepRecipe
 from fastjax.training.cadence import Progress
@@ -89,21 +89,19 @@ def _with_lora_of(config: TrainConfig, folder: Path) -> TrainConfig:
     adapter, given = config_from_json(read_json(folder / CONFIG), folder / CONFIG), config.lora
     names = {field.name for field in dataclasses.fields(AdapterConfig)}
     names &= {field.name for field in dataclasses.fields(LoraSection)}
-    own = {name: getattr(adapter, name) for name in names}
-    own |= {name: own[name] or None for name in ("rank_pattern", "alpha_pattern")}
+    settings = {name: getattr(adapter, name) for name in names}
+    settings |= {name: settings[name] or None for name in ("rank_pattern", "alpha_pattern")}
     if given.lora_dropout is not None:
-        own["lora_dropout"] = given.lora_dropout
+        settings["lora_dropout"] = given.lora_dropout
     if dataclasses.replace(given, lora_dropout=None) != LoraSection():
-        differ = [
-            name for name in sorted(names - {"lora_dropout"}) if _ordered(getattr(given, name)) != _ordered(own[name])
-        ]
-        wrong = [f"{name}: expected {shown(own[name])}, got {shown(getattr(given, name))}" for name in differ]
-        if wrong:
+        pairs = {name: (settings[name], getattr(given, name)) for name in sorted(names - {"lora_dropout"})}
+        differ = {name: pair for name, pair in pairs.items() if _ordered(pair[0]) != _ordered(pair[1])}
+        if differ:
             raise ConfigError(
-                f"{folder}: expected an adapter as the section lora says: {'; '.join(wrong)}; leave the section out to "
+                f"{folder}: expected an adapter as the section lora says: {listed(differ)}; leave the section out to "
                 "take the adapter's own settings"
             )
-    return dataclasses.replace(config, lora=LoraSection(**own))
+    return dataclasses.replace(config, lora=LoraSection(**settings))
 
 
 def _ordered(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What JAX's cache of compiled programs lacks, known before XLA compiles it.
+"""Misses of JAX's cache of compiled programs, known before XLA compiles them.
 
 A program that is read back takes seconds of XLA's own code, which leave Python and the device alone; one that is
 compiled has its kernels timed on the device. JAX tells the two apart in time by a message alone, of level DEBUG.

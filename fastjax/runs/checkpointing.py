@@ -171,11 +171,11 @@ def _less(shapes: RunShapes, policy: str, partial: str, layers: int) -> bool:
     if policy == "full":
         return False
     with plain_path():
-        own, full, rich = (
+        chosen, full, rich = (
             product_flops(step.trace(*arguments).jaxpr)
             for step, arguments in map(shapes.step, (policy, "full", "projections"))
         )
-    return full - own >= (full - rich) * int(partial.partition(":")[2]) / layers
+    return full - chosen >= (full - rich) * int(partial.partition(":")[2]) / layers
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def _advice(message: str, step: RunStep) -> str:
 
 
 def _way_out(shapes: RunShapes, shape: MeshShape, choice: PolicyChoice) -> str:
-    """What to do where the chosen step is out of memory."""
+    """The way out where the device has no memory for the chosen step."""
     others = [one.policy for one in choice.refused]
     settings = less_memory(shapes.config, shapes.model(choice.policy), shape, choice.policy, others)
     return way_out(settings, shapes.config.training.per_device_train_batch_size)

@@ -20,7 +20,7 @@ from fastjax.runs.datasets import Given, RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
 from fastjax.runs.messages import say
-from fastjax.runs.resume import Earlier
+from fastjax.runs.resume import ResumePoint
 from fastjax.runs.steps import Optimizer, StepRecipe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -117,7 +117,7 @@ class Run:
     exits: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     folder: RunFolder = dataclasses.field(init=False)
     checkpoints: Checkpoints = dataclasses.field(init=False)
-    earlier: Earlier | None = None
+    earlier: ResumePoint | None = None
     changed: list[str] = dataclasses.field(default_factory=list)
     damage: str | None = None
     meshes: tuple[MeshShape, ...] = ()

@@ -135,8 +135,8 @@ def _tell_adapters(run: Run) -> None:
 def _read_back(run: Run) -> FineTuned | str:
     """The result of the finished run in a folder, or the damage to it."""
     config, folder = run.config, run.folder
-    if (found := damage(folder)) is not None:
-        return found
+    if (problem := damage(folder)) is not None:
+        return problem
     if config.model.full_finetuning:  # its folder has the new tokens and the scaling
         model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
         result = dataclasses.replace(config, model=model)

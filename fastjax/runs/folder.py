@@ -73,10 +73,10 @@ class RunFolder(NamedTuple):
     def read_settings(self) -> dict[str, Any] | None:
         """The settings of the run in the folder, by section; None: missing or torn."""
         try:
-            found = strict_yaml.parse(self.settings.read_text(encoding="utf-8"))
+            settings = strict_yaml.parse(self.settings.read_text(encoding="utf-8"))
         except (FileNotFoundError, UnicodeDecodeError, YamlError):
             return None
-        return found if isinstance(found, dict) else None
+        return settings if isinstance(settings, dict) else None
 
     def clear(self) -> None:
         """Remove the files of an earlier run but its result, which the new one replaces when it is whole."""
@@ -122,11 +122,11 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
     """
     folder = run_folder(config)
     output = folder.path
-    found = [name for name in RUN_FILES if (output / name).exists()]
-    if found and not resume and not config.output.overwrite_output_dir:
+    earlier = [name for name in RUN_FILES if (output / name).exists()]
+    if earlier and not resume and not config.output.overwrite_output_dir:
         raise ConfigError(
             f"output.output_dir: expected a folder without an earlier run, got {output}, which holds "
-            f"{', '.join(found)}; go on with that run (--resume, or output.resume: true), name another folder, or "
+            f"{', '.join(earlier)}; go on with that run (--resume, or output.resume: true), name another folder, or "
             "replace it (output.overwrite_output_dir: true)"
         )
     output.mkdir(parents=True, exist_ok=True)

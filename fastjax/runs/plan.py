@@ -36,7 +36,7 @@ LONG_POLICIES = ("full", "offload", "offload_attention")
 _ONE_DEVICE = MeshShape()
 
 
-class Planned(NamedTuple):
+class PlannedStep(NamedTuple):
     """The step with one policy.
 
     Attributes:
@@ -83,10 +83,10 @@ class RunPlan(NamedTuple):
         best: the fastest step that fits; None: none fits.
     """
 
-    steps: Sequence[Planned]
+    steps: Sequence[PlannedStep]
     refused: Mapping[str, str]
     settings: Sequence[str]
-    best: Planned | None = None
+    best: PlannedStep | None = None
 
 
 class Planner:
@@ -135,7 +135,7 @@ class Planner:
         self._progress("shapes of the model")
         run, room = self._shapes(self._config, opened), self._room
         flops, products = self._mathematics(run, opened)
-        found: dict[str, Planned] = {}
+        found: dict[str, PlannedStep] = {}
         refused: dict[str, str] = {}
 
         def add(policy: str) -> None:
@@ -210,7 +210,7 @@ class Planner:
         with plain_path():
             return product_flops(step.trace(*arguments).jaxpr) / self._shape.size
 
-    def _planned(self, run: RunShapes, policy: str, flops: float, products: float) -> Planned:
+    def _planned(self, run: RunShapes, policy: str, flops: float, products: float) -> PlannedStep:
         card, model = self._device.card, run.model(policy)
         self._progress(f"compiling for {card.device_kind}: {policy}")
         recomputed = max(0.0, self._products(run, policy) - products)
@@ -228,7 +228,7 @@ class Planner:
             dtype=model.dtype,
         )
         tokens = run.batch.tokens.size
-        return Planned(policy, memory, flops, recomputed, seconds + linked, tokens, self._shape, exchanged, linked)
+        return PlannedStep(policy, memory, flops, recomputed, seconds + linked, tokens, self._shape, exchanged, linked)
 
     def _compiled(self, run: RunShapes, policy: str) -> Any:
         """The step with a policy, as the device or the mesh of several runs it."""
@@ -238,7 +238,7 @@ class Planner:
         return step.trace(*arguments).lower().compile()
 
 
-def smallest(planned: Sequence[Planned]) -> Planned:
+def smallest(planned: Sequence[PlannedStep]) -> PlannedStep:
     """The step that holds least on the device.
 
     Args:

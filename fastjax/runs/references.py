@@ -53,16 +53,16 @@ def with_references(
 
     def one(name: str, dataset: Dataset) -> Dataset:
         file = None if keep is None else keep(dataset)
-        found = None if file is None else _read(file, dataset.rows)
-        if not all(gathered_numbers(int(found is not None))):  # all processes compute, or none
-            found = _compute(dataset.rows, program, rows_at_once)
+        log_probs = None if file is None else _read(file, dataset.rows)
+        if not all(gathered_numbers(int(log_probs is not None))):  # all processes compute, or none
+            log_probs = _compute(dataset.rows, program, rows_at_once)
             tell(f"{name}: log-probabilities of the reference computed")
             if file is not None:
-                _write(file, found, tell)
+                _write(file, log_probs, tell)
         else:
             tell(f"{name}: log-probabilities of the reference from {file}")
-        assert found is not None
-        return dataset._replace(rows=with_reference(dataset.rows, found))
+        assert log_probs is not None
+        return dataset._replace(rows=with_reference(dataset.rows, log_probs))
 
     assert isinstance(data.train, Dataset), "preferences are not streamed"
     train = one("train", data.train)
@@ -103,31 +103,31 @@ def reference_file(
 
 
 def _compute(rows: PackedRows, program: Program, rows_at_once: int) -> Float32[np.ndarray, "R D"]:
-    places = rows.documents_per_row
-    found = []
+    documents = rows.documents_per_row
+    batches = []
     for start in range(0, len(rows), rows_at_once):
         numbers = np.arange(start, start + rows_at_once)[None]  # those behind the last are rows of padding
-        found.append(program(batch_of(rows, numbers, places)))
-    return np.concatenate([np.asarray(one)[0] for one in found])[: len(rows)]
+        batches.append(program(batch_of(rows, numbers, documents)))
+    return np.concatenate([np.asarray(batch)[0] for batch in batches])[: len(rows)]
 
 
 def _read(file: Path, rows: PackedRows) -> Float32[np.ndarray, "R D"] | None:
     """The numbers in a file; None: there is none, or it is damaged (the format has checksums)."""
     try:
         with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as content:
-            found = content["log_probs"]
+            log_probs = content["log_probs"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
-    fits = found.dtype == np.float32 and found.shape == (len(rows), rows.documents_per_row)
-    return found if fits and np.isfinite(found).all() else None
+    fits = log_probs.dtype == np.float32 and log_probs.shape == (len(rows), rows.documents_per_row)
+    return log_probs if fits and np.isfinite(log_probs).all() else None
 
 
-def _write(file: Path, found: Float32[np.ndarray, "R D"], tell: Callable[[str], None]) -> None:
+def _write(file: Path, log_probs: Float32[np.ndarray, "R D"], tell: Callable[[str], None]) -> None:
     """Keep the numbers; a failure is a message and no error."""
     if is_primary():
         try:
             with atomic_file(file) as stream:
-                np.savez(stream, log_probs=found)
+                np.savez(stream, log_probs=log_probs)
         except OSError as error:
             tell(f"the reference's log-probabilities are not kept for the next run: {error.strerror or error} ({file})")
     barrier("references")

@@ -55,10 +55,10 @@ def damage(folder: RunFolder) -> str | None:
     Args:
         folder: of the run.
     """
-    written, found = read_rows(folder.metrics)[-1].get("files") or {}, weight_digests(folder.result)
+    written, current = read_rows(folder.metrics)[-1].get("files") or {}, weight_digests(folder.result)
     for name, digest in written.items():
-        if found.get(name) != digest:
-            return f"{name} is not as it was written" if name in found else f"{name} is missing"
+        if current.get(name) != digest:
+            return f"{name} is not as it was written" if name in current else f"{name} is missing"
     return None
 
 

@@ -16,7 +16,7 @@ from fastjax.training.checkpoint_store import METADATA, UNCHECKED_FORMAT, Unread
 State = TypeVar("State")
 
 
-class Earlier(NamedTuple):
+class ResumePoint(NamedTuple):
     """A checkpoint to resume from.
 
     Attributes:
@@ -42,7 +42,7 @@ class Earlier(NamedTuple):
     now: str | None = None
 
 
-def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:
+def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> ResumePoint | None:
     """The newest checkpoint whose description can be read; a later one that is damaged is named.
 
     Args:
@@ -60,9 +60,9 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
             continue
         where = checkpoints.folder / str(step)
         try:
-            found = checkpoints.metadata(step)
-            named = {name: found[name] for name in ("config", "position")}
-            identity = Identity(found["model"], found["data"], *map(found.get, Identity._fields[2:]))
+            stored = checkpoints.metadata(step)
+            named = {name: stored[name] for name in ("config", "position")}
+            identity = Identity(stored["model"], stored["data"], *map(stored.get, Identity._fields[2:]))
         except Unreadable as error:
             damaged.append(error)
             continue
@@ -71,10 +71,10 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
             continue
         for error in damaged:
             warn(console, f"{error}; looking at the one before")
-        checked, progress = found["format"] != UNCHECKED_FORMAT, Progress(**found["progress"])
-        named |= {"checkpointing": found.get("checkpointing"), "replicas": found.get("replicas", 1)}
-        named |= {"now": found.get("now")}
-        return Earlier(where, checked, progress, identity=identity, **named)
+        checked, progress = stored["format"] != UNCHECKED_FORMAT, Progress(**stored["progress"])
+        named |= {"checkpointing": stored.get("checkpointing"), "replicas": stored.get("replicas", 1)}
+        named |= {"now": stored.get("now")}
+        return ResumePoint(where, checked, progress, identity=identity, **named)
     if damaged:
         others = f"; nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise TrainingError(
@@ -85,8 +85,8 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
 
 
 def restore(
-    checkpoints: Checkpoints, earlier: Earlier, load: Callable[[int], State], console: Console
-) -> tuple[Earlier, State]:
+    checkpoints: Checkpoints, earlier: ResumePoint, load: Callable[[int], State], console: Console
+) -> tuple[ResumePoint, State]:
     """The state of a checkpoint, or of the newest before it that can be read.
 
     Args:

@@ -51,12 +51,12 @@ def sample_answers(model: LanguageModel, rows: PackedRows, count: int) -> list[d
         return []
     room = model.max_seq_length - max(map(len, prompts))
     stops = stop_tokens(model, Encoder(tokenizer))
-    found = generate(model, prompts, max_new_tokens=min(_LONGEST, room), stop_tokens=stops)
+    answers = generate(model, prompts, max_new_tokens=min(_LONGEST, room), stop_tokens=stops)
     return [
         {
             "prompt": str(tokenizer.decode(prompt)),
             "expected": str(tokenizer.decode(right, skip_special_tokens=True)),
-            "answer": str(tokenizer.decode(said, skip_special_tokens=True)),
+            "answer": str(tokenizer.decode(tokens, skip_special_tokens=True)),
         }
-        for prompt, right, said in zip(prompts, expected, found, strict=True)
+        for prompt, right, tokens in zip(prompts, expected, answers, strict=True)
     ]

@@ -51,8 +51,8 @@ def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
         old: sections and keys.
         new: sections and keys.
     """
-    found = _differences(_flat(old), _flat(new))
-    return {name: pair for name, pair in found.items() if name == CHOICE or not _among(name, FREE)}
+    changes = _differences(_flat(old), _flat(new))
+    return {name: pair for name, pair in changes.items() if name == CHOICE or not _among(name, FREE)}
 
 
 def check_settings(
@@ -73,8 +73,8 @@ def check_settings(
         ConfigError: settings that must be equal are not, all of them named.
     """
     old, new = _flat(old), _flat(new)
-    told = {name: pair for name, pair in _differences(old, new).items() if not _among(name, FREE)}
-    fixed = {name: pair for name, pair in told.items() if _among(name, FIXED)}
+    changes = {name: pair for name, pair in _differences(old, new).items() if not _among(name, FREE)}
+    fixed = {name: pair for name, pair in changes.items() if _among(name, FIXED)}
     rows = [
         math.prod(int(settings.get(name) or 1) for name in BATCH) * count
         for settings, count in zip((old, new), replicas or (1, 1), strict=True)
@@ -88,7 +88,7 @@ def check_settings(
             f"{where} is a checkpoint of another configuration: {listed(fixed)}. Go on with its own settings, "
             "or start a new run in another folder"
         )
-    return [f"{name}: {shown(before)} → {shown(after)}" for name, (before, after) in told.items()]
+    return [f"{name}: {shown(before)} → {shown(after)}" for name, (before, after) in changes.items()]
 
 
 def listed(changes: Changes) -> str:
@@ -98,11 +98,11 @@ def listed(changes: Changes) -> str:
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their full names, with the defaults of those that the version that wrote them did not have."""
-    defaults, found = default_settings(), {}
+    defaults, flat = default_settings(), {}
     for section in {**defaults, **settings}:
         keys = {**defaults.get(section, {}), **(settings.get(section) or {})}
-        found |= {f"{section}.{key}": value for key, value in keys.items()}
-    return found
+        flat |= {f"{section}.{key}": value for key, value in keys.items()}
+    return flat
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -90,7 +90,7 @@ class SFTTrainer(TRLTrainer):
         return None if self._data[0] is None else first_record(self._data[0], "train_dataset", self.args.columns)
 
     def on_responses_only(self, instruction_part: str = "", response_part: str = "") -> "SFTTrainer":
-        """The same trainer, with the answers alone to learn.
+        """Learn the answers alone; the trainer itself is returned.
 
         Of conversations and of prompts with completions the chat template says where these are. Of rows of text that
         hold conversations they are what stands between a response_part and the next instruction_part.

@@ -142,10 +142,10 @@ class StepRecipe:
         array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         if config.preferences.loss is None:
             return Batch(array, array, array, array)
-        places = (*shape[:2], self._documents)
+        documents = (*shape[:2], self._documents)
         fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
         fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
-        extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
+        extra: Any = {name: jax.ShapeDtypeStruct(documents, dtype) for name, dtype in fields.items()}
         return Batch(array, array, array, array, extra)
 
     def start(self, model: LanguageModel, step: Any, mesh: Mesh | None, replicas: int) -> tuple[TrainState, Any]:
@@ -312,8 +312,8 @@ class RunShapes:
 
 def _shape(array: Any) -> Any:
     """Shape, dtype and memory of an array."""
-    found = jax.ShapeDtypeStruct(array.shape, array.dtype)
-    return to_host_memory(found) if in_host_memory(array) else found
+    shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return to_host_memory(shape) if in_host_memory(array) else shape
 
 
 def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
@@ -334,10 +334,10 @@ def device_bytes(arrays: Any, shardings: Any = None) -> int:
         shardings: of each; None: the device has them whole.
     """
     leaves = jax.tree.leaves(arrays)
-    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    each = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     parts = [
-        (leaf.dtype.itemsize, leaf.shape if place is None else place.shard_shape(leaf.shape))
-        for leaf, place in zip(leaves, places, strict=True)
+        (leaf.dtype.itemsize, leaf.shape if sharding is None else sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(leaves, each, strict=True)
         if not in_host_memory(leaf)
     ]
     return sum(size * math.prod(shape) for size, shape in parts)

@@ -121,7 +121,7 @@ class Trainer:
             model: with an adapter, or with every weight trained.
             tokenizer: None: the model's own.
             train_dataset: a path, a description, several of these; a `datasets.Dataset` or an iterable of dicts.
-            eval_dataset: held-out data, likewise; None: no evaluation.
+            eval_dataset: held-out data of the same kinds; None: no evaluation.
             settings: of the run.
             optimizer: in place of the settings' own; without a schedule the rows have no learning rate.
             loss: in place of the settings' own; see `training.loss.Loss`.
@@ -152,9 +152,9 @@ class Trainer:
             elif data is not None:
                 given[name] = [given_rows(data, self._paths[name], settings.columns)]
         self._console, self._ended = console or Console(), False
-        told = [_Told(callback, self._end) for callback in callbacks]
+        observers = [_CallbackSink(callback, self._end) for callback in callbacks]
         self._brought: dict[str, Any] = {"loss": loss, "evaluate": evaluate, "optimizer": optimizer, "given": given}
-        self._brought |= {"sinks": (*sinks, *told), "ended": lambda: self._ended}
+        self._brought |= {"sinks": (*sinks, *observers), "ended": lambda: self._ended}
         self._take(self.handle.value)
 
     def _take(self, model: LanguageModel) -> None:
@@ -166,13 +166,13 @@ class Trainer:
                 "full_finetuning=True, got one of which nothing is trained"
             )
         qat = settings.training.quantization
-        self._taken, made = model, model.quantization_aware
-        if qat is not None and made is not None:
+        self._taken, aware = model, model.quantization_aware
+        if qat is not None and aware is not None:
             asked = (qat.weights, qat.activations, tuple(qat.modules_to_not_quantize))
-            if asked != (made.weights, made.activations, tuple(made.modules_to_not_quantize)):
+            if asked != (aware.weights, aware.activations, tuple(aware.modules_to_not_quantize)):
                 raise ConfigError(
-                    f"training.qat: expected that of the model, {made.weights} with inputs in {made.activations}, got "
-                    f"{qat.weights} with inputs in {qat.activations}; load the model again for another"
+                    f"training.qat: expected that of the model, {aware.weights} with inputs in {aware.activations}, "
+                    f"got {qat.weights} with inputs in {qat.activations}; load the model again for another"
                 )
         if qat is not None and model.quantization_aware is None:
             model = with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
@@ -235,7 +235,7 @@ class Trainer:
         self._ended = True
 
 
-class _Told:
+class _CallbackSink:
     """A callback as a sink."""
 
     def __init__(self, callback: Callback, end: Callable[[], None]):

@@ -222,9 +222,9 @@ class TrainingRun:
         assert run.data.held_out is not None
         batches = Batches(of_process(run.data.held_out, self.mesh, rows).rows, rows, shuffle=False).epoch()
         heard = self.watchdog.restart
-        found = run_evaluation(self.eval_step, trainable, run.model.frozen, batches, self._send, heard)
+        evaluation = run_evaluation(self.eval_step, trainable, run.model.frozen, batches, self._send, heard)
         if run.evaluate is None:
-            return found
+            return evaluation
         self.watchdog.waits(None)  # it may take any time
         model = ModelHandle(run.model.replace(trainable=trainable))
         given: Any = run.evaluate(model)
@@ -234,10 +234,10 @@ class TrainingRun:
             extra = None
         if extra is None or len(extra) < len(given):
             raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {shown(given)}")
-        if taken := found.row(0).keys() & extra.keys():
+        if taken := evaluation.row(0).keys() & extra.keys():
             names = ", ".join(sorted(taken))
             raise ConfigError(f"evaluate: expected names that the evaluation has not itself, got {names}")
-        return found._replace(extra={**found.extra, **extra})
+        return evaluation._replace(extra={**evaluation.extra, **extra})
 
     def _throughput(self, seconds_before: float) -> Throughput:
         run = self.run
@@ -287,11 +287,11 @@ class TrainingRun:
         if not count or held_out is None:
             return
         try:
-            found = sample_answers(self.run.model, held_out.rows, count)
+            answers = sample_answers(self.run.model, held_out.rows, count)
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
             warn(self.run.console, f"no sample answers: {str(error).splitlines()[0]}")
             return
-        reporting.tell(step, "answered", f"answered {len(found)} held-out prompts, see the report", samples=found)
+        reporting.tell(step, "answered", f"answered {len(answers)} held-out prompts, see the report", samples=answers)
 
 
 def _flops_per_token(run: Run) -> float | None:
@@ -312,8 +312,8 @@ def of_process(data: Dataset, mesh: Mesh | None, rows: int) -> Dataset:
         mesh: of the run; None: one device.
         rows: of a microbatch.
     """
-    own = np.arange(rows) if mesh is None else own_rows(mesh, rows)
-    return data if len(own) == rows else data._replace(rows=OwnRows.of(data.rows, own, rows))
+    numbers = np.arange(rows) if mesh is None else own_rows(mesh, rows)
+    return data if len(numbers) == rows else data._replace(rows=OwnRows.of(data.rows, numbers, rows))
 
 
 def _whence(run: Run, step: int) -> str:

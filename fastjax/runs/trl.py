@@ -37,16 +37,16 @@ _STRATEGIES = ("no", "steps", "epoch")
 @dataclass_transform(kw_only_default=True)
 def arguments(cls: type[A]) -> type[A]:
     """A dataclass of settings by name that puts the names without a field into `others`."""
-    made = dataclasses.dataclass(kw_only=True)(cls)
-    own, init = {field.name for field in dataclasses.fields(made)}, made.__init__
+    settings = dataclasses.dataclass(kw_only=True)(cls)
+    fields, init = {field.name for field in dataclasses.fields(settings)}, settings.__init__
 
     @functools.wraps(init)
     def collected(self: A, **named: Any) -> None:
-        rest = {name: named.pop(name) for name in list(named) if name not in own}
+        rest = {name: named.pop(name) for name in list(named) if name not in fields}
         init(self, **{**named, "others": {**named.get("others", {}), **rest}})
 
-    made.__init__ = collected
-    return made
+    settings.__init__ = collected
+    return settings
 
 
 @arguments
@@ -65,7 +65,7 @@ class SharedArguments:
         group_by_length: the older name of the second.
         full_determinism: two equal runs are equal bit for bit.
         bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
-        fp16: likewise float16.
+        fp16: the computation is in float16, which the model was loaded for; None: whatever it is.
         embedding_learning_rate: that of embedding and head where these are trained, as of Unsloth; None: learning_rate.
         optim: the optimizer, one of adamw_torch, adamw_8bit, adafactor, lion_32bit and their other names.
         eval_strategy: "no", "steps" or "epoch".
@@ -124,19 +124,19 @@ class SharedArguments:
     losses: ClassVar[Mapping[str | None, str]] = {}
 
     def __post_init__(self) -> None:
-        own = type(self).__name__
+        config = type(self).__name__
         for name, value in self.others.items():
             values, instead = ONLY.get(name, ((value,), ""))
             if value and value not in values:
                 served = f" or {' or '.join(map(repr, values))}" if values else ""
-                raise ConfigError(f"{own}: {name}: expected none{served}, got {value!r}; use {instead}")
+                raise ConfigError(f"{config}: {name}: expected none{served}, got {value!r}; use {instead}")
             if name not in ONLY and name not in NOT_NEEDED:
-                raise ConfigError(f"{own}: {name}: expected a name of {own}, got an unknown one")
+                raise ConfigError(f"{config}: {name}: expected a name of {config}, got an unknown one")
         losses = {"loss_type": self.losses} if hasattr(self, "loss_type") else {}
         for name, known in {**losses, **self.choices}.items():
             if (value := getattr(self, name)) not in tuple(known):
                 expected = f"{'one of ' if len(known) > 1 else ''}{', '.join(map(str, known))}"
-                raise ConfigError(f"{own}: {name}: expected {expected}, got {value!r}")
+                raise ConfigError(f"{config}: {name}: expected {expected}, got {value!r}")
 
     def settings(self, model: LanguageModel, **more: Any) -> TrainerSettings:
         """The trainer's settings.
@@ -154,11 +154,11 @@ class SharedArguments:
                     f"{type(self).__name__}: {name}: expected none over a model that computes in {model.dtype}, got "
                     f"true; load it with dtype={dtype!r}"
                 )
-        told = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
+        trackers = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
         output = {
             "save_steps": {"no": None, "steps": self.save_steps, "epoch": "epoch"}[self.save_strategy],
             "save_total_limit": self.save_total_limit or 2,
-            "report_to": [name for name in told if name != "none"],
+            "report_to": [name for name in trackers if name != "none"],
         }
         eval_steps = self.eval_steps or self.logging_steps
         training = {
@@ -236,8 +236,8 @@ class TRLTrainer:
             ConfigError: settings that contradict each other or the model, or a name that is not served.
         """
         if args is not None and not isinstance(args, self.Config):
-            own, name = self.Config.__name__, type(self).__name__
-            raise ConfigError(f"{name}: args: expected a {own}, got a {type(args).__name__}")
+            config, name = self.Config.__name__, type(self).__name__
+            raise ConfigError(f"{name}: args: expected a {config}, got a {type(args).__name__}")
         self.args: Any = self.Config(**others) if args is None else dataclasses.replace(args, **others)
         self._tokenizer = processing_class if processing_class is not None else tokenizer
         self._callbacks = callbacks

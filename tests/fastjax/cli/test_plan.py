@@ -17,7 +17,7 @@ from fastjax.parallel import MeshShape
 from fastjax.planning import aot
 from fastjax.planning.collectives import Collective
 from fastjax.planning.memory import ALLOCATOR_BYTES, MemoryLimits, StepMemory
-from fastjax.runs.plan import Planned, RunPlan
+from fastjax.runs.plan import PlannedStep, RunPlan
 from fastjax.training import compiled
 from pallas_kernels.cards import CARDS
 from tests.support.aot import QUICK_CODE, needs_cuda_plugin
@@ -189,7 +189,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     """FLOPs of the model and of the recomputation, and why policies are left out; in 120 columns."""
     step = StepMemory(101 * 10**9, 98 * 10**9, 138 * 10**9)
     sent = (Collective("all-gather", 64, 25e9),)
-    row = Planned("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
+    row = PlannedStep("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
     plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, (), row)
     room = MemoryLimits(2.2e11, 2e11)
     lines, content = shown(plan, room)
@@ -209,7 +209,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     ],
 )
 def test_the_way_out_where_nothing_fits(settings, rows, said):
-    row = Planned("full", StepMemory(9 * 10**9, 10**9, 0), 1e12, 1e11, 0.1, 4096)
+    row = PlannedStep("full", StepMemory(9 * 10**9, 10**9, 0), 1e12, 1e11, 0.1, 4096)
     lines, _ = shown(RunPlan([row], {}, settings), MemoryLimits(5e9, 1e9), per_device_train_batch_size=rows)
     assert any("nothing fits in 5.0 GB of the card's 150.1: full needs 10.5 GB. " + said in line for line in lines)
 
