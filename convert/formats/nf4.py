@@ -227,35 +227,37 @@ def from_tensors(name: str, tensors: Mapping[str, np.ndarray], file: str | os.Pa
     Raises:
         ConvertError: A part is missing or does not fit the others; the message names it.
     """
-    raw = _part(tensors, name, QUANT_STATE, file, np.dtype(np.uint8)).tobytes()
+    raw = _part(tensors, name + QUANT_STATE, name, file).tobytes()
     state = read_state(raw, file, name + QUANT_STATE)
     shape, blocksize = tuple(state["shape"]), state["blocksize"]
-    nested = "nested_blocksize" in state
-    blocks = math.ceil(math.prod(shape) / blocksize)
-
-    stored = _part(tensors, name, "", file, None)
+    count = math.prod(shape)
+    nested, blocks = "nested_blocksize" in state, math.ceil(count / blocksize)
+    stored = _part(tensors, name, name, file)
     codes = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-    _check_size(codes, math.ceil(math.prod(shape) / 2), f"codes for {list(shape)} in bytes", name, "", file)
-    absmax = _part(tensors, name, ".absmax", file, np.dtype(np.uint8 if nested else np.float32))
-    _check_size(absmax, blocks, "one a block", name, ".absmax", file)
-    quant_map = _part(tensors, name, ".quant_map", file, np.dtype(np.float32))
-    _check_size(quant_map, 16, "the values", name, ".quant_map", file)
-    nested_absmax = nested_quant_map = None
+    _check_size(codes, math.ceil(count / 2), f"codes for {list(shape)} in bytes", name, file)
+    scales = {
+        ".absmax": (np.uint8 if nested else np.float32, blocks, "one a block"),
+        ".quant_map": (np.float32, 16, "the values"),
+    }
     if nested:
-        nested_absmax = _part(tensors, name, ".nested_absmax", file, np.dtype(np.float32))
         groups = math.ceil(blocks / state["nested_blocksize"])
-        _check_size(nested_absmax, groups, "one a nested block", name, ".nested_absmax", file)
-        nested_quant_map = _part(tensors, name, ".nested_quant_map", file, np.dtype(np.float32))
-        _check_size(nested_quant_map, 256, "the values", name, ".nested_quant_map", file)
+        scales[".nested_absmax"] = np.float32, groups, "one a nested block"
+        scales[".nested_quant_map"] = np.float32, 256, "the values"
+    arrays = {}
+    for suffix, (dtype, size, what) in scales.items():
+        array = arrays[suffix] = _part(tensors, name + suffix, name, file)
+        if array.dtype != dtype:
+            raise unexpected(file, name + suffix, f"dtype {np.dtype(dtype)}", array.dtype.name)
+        _check_size(array, size, what, name + suffix, file)
     return NF4Tensor(
         codes,
-        absmax,
-        quant_map,
+        arrays[".absmax"],
+        arrays[".quant_map"],
         shape,
         state["dtype"],
         blocksize,
-        nested_absmax,
-        nested_quant_map,
+        arrays.get(".nested_absmax"),
+        arrays.get(".nested_quant_map"),
         float(state["nested_offset"]) if nested else None,
         state.get("nested_blocksize", NESTED_BLOCK),
         stored.dtype.name,
@@ -404,21 +406,12 @@ def _even(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31 and value % 2 == 0
 
 
-def _part(
-    tensors: Mapping[str, np.ndarray],
-    name: str,
-    suffix: str,
-    file: str | os.PathLike[str],
-    dtype: np.dtype | None,
-) -> np.ndarray:
-    full = name + suffix
+def _part(tensors: Mapping[str, np.ndarray], full: str, name: str, file: str | os.PathLike[str]) -> np.ndarray:
     if full not in tensors:
         raise ConvertError(f"{file}: {name} is NF4 and needs {full}, which is missing")
-    if dtype is not None and tensors[full].dtype != dtype:
-        raise unexpected(file, full, f"dtype {dtype}", tensors[full].dtype.name)
     return tensors[full]
 
 
-def _check_size(array: np.ndarray, size: int, what: str, name: str, suffix: str, file: str | os.PathLike[str]) -> None:
+def _check_size(array: np.ndarray, size: int, what: str, name: str, file: str | os.PathLike[str]) -> None:
     if array.size != size:
-        raise unexpected(file, name + suffix, f"{size} elements ({what})", f"{array.size}")
+        raise unexpected(file, name, f"{size} elements ({what})", f"{array.size}")

@@ -7,7 +7,7 @@ ones) just work. Reading and writing go over the codes a few rows at a time.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,21 +57,11 @@ class _NF4(Format):
     def blocks(self, stored: Stored) -> Iterator[Block]:
         info, tensor = stored.info, _read(stored, codes=False)
         item = np.dtype(info.dtype).itemsize
-        columns = math.prod(tensor.shape[1:])
-        scales = nf4.decode_absmax(tensor)
-        for begin, end in row_ranges(tensor.shape, math.lcm(tensor.blocksize, nf4.BLOCK, 2 * item)):
-            first, last = begin * columns, end * columns
-            codes = read_range(stored.name, info, first // (2 * item), math.ceil(math.ceil(last / 2) / item))
-            part = dataclasses.replace(
-                tensor,
-                codes=codes.view(np.uint8),
-                absmax=scales[first // tensor.blocksize : math.ceil(last / tensor.blocksize)],
-                nested_absmax=None,
-                nested_quant_map=None,
-                nested_offset=None,
-                shape=(end - begin, columns),
-            )
-            yield nf4.decode(part).astype(np.float32, copy=False)
+
+        def codes(first: int, last: int) -> np.ndarray:
+            return read_range(stored.name, info, first // item, math.ceil(last / item)).view(np.uint8)
+
+        return _decoded(tensor, codes, 2 * item)
 
     def declares(self, quantization: Mapping[str, Any]) -> bool:
         nested = bool(quantization.get("bnb_4bit_use_double_quant"))
@@ -142,27 +132,30 @@ def through_nf4(
     """
 
     def run() -> Iterator[Block]:
-        parts = []
-        for _, values in whole_groups(blocks(), nf4.BLOCK):
-            if not is_finite(values):
-                raise nonfinite(source, name, way_out=not_in("NF4"))
-            parts.append(nf4.encode(values.astype(dtype, copy=False)))
-        scales = np.concatenate([part.absmax for part in parts])
-        tensor = nf4.nest(NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name))
-        scales, codes = nf4.decode_absmax(tensor), np.concatenate([part.codes for part in parts])
-        columns = math.prod(shape[1:])
-        for begin, end in row_ranges(shape):
-            first, last = begin * columns, end * columns
-            part = NF4Tensor(
-                codes[first // 2 : math.ceil(last / 2)],
-                scales[first // nf4.BLOCK : math.ceil(last / nf4.BLOCK)],
-                nf4.NF4_MAP,
-                (end - begin, columns),
-                dtype.name,
-            )
-            yield nf4.decode(part).astype(np.float32, copy=False)
+        job = NF4_NESTED.job(Values(source, name, blocks, shape, dtype))
+        arrays = {key: np.empty(math.prod(size), kind) for key, (kind, size) in job.outputs.items()}
+        for part in job.run():
+            arrays[part.name][part.first : part.first + part.values.size] = part.values
+        tensor = nf4.from_tensors(name, arrays, source)
+        yield from _decoded(tensor, lambda first, last: tensor.codes[first:last])
 
     return run
+
+
+def _decoded(tensor: NF4Tensor, codes: Callable[[int, int], np.ndarray], group: int = 2) -> Iterator[Block]:
+    """The values of a weight as blocks, from its scales and the codes' bytes in a range."""
+    columns, scales = math.prod(tensor.shape[1:]), nf4.decode_absmax(tensor)
+    for begin, end in row_ranges(tensor.shape, math.lcm(tensor.blocksize, nf4.BLOCK, group)):
+        first, last = begin * columns, end * columns
+        part = NF4Tensor(
+            codes(first // 2, math.ceil(last / 2)),
+            scales[first // tensor.blocksize : math.ceil(last / tensor.blocksize)],
+            tensor.quant_map,
+            (end - begin, columns),
+            tensor.dtype,
+            tensor.blocksize,
+        )
+        yield nf4.decode(part).astype(np.float32, copy=False)
 
 
 def _read(stored: Stored, *, codes: bool = True) -> NF4Tensor:
