@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 PEFT_VERSION = "0.21.2"  # of the written format
 #: Parameters that `target_parameters` may name: those of a mixture's experts, the inner one of PEFT's wrappers first.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-#: Likewise, those of its router.
+#: Parameters of a router that `target_parameters` may name.
 ROUTER_PARAMETERS = ("gate.weight", "router.weight")
 #: Task of an adapter on a model with a score in the place of logits.
 SCORED = "SEQ_CLS"
@@ -59,12 +59,12 @@ class AdapterConfig:
         target_parameters: Names of parameters (whole, or the last parts) with adapters: those of a mixture's experts,
             "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", and of its router, "mlp.gate.weight". Files have
             the weights of some modules here (`convert.renamed_modules`).
-        exclude_modules: Modules without an adapter, likewise.
+        exclude_modules: Modules without an adapter, named as in `target_modules`.
         modules_to_save: Modules trained whole and saved with the adapter.
         layers_to_transform: The only layers with adapters.
         layers_pattern: Name of the list of layers, where there are several lists.
         rank_pattern: Regular expression for the last parts of a name -> rank; the first match counts.
-        alpha_pattern: Likewise -> lora_alpha.
+        alpha_pattern: Regular expression for the last parts of a name -> lora_alpha; the first match counts.
         use_rslora: See `lora_alpha`.
         use_dora: Weight-decomposed adapters (arXiv 2402.09353).
         init_lora_weights: How adapters start: True, False, "gaussian" or "orthogonal".
@@ -295,10 +295,10 @@ def _layer(config: AdapterConfig, module: str) -> int | None:
     if config.layers_pattern:
         names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
         matches = (match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", module) for name in names)
-        found = next((found for found in matches if found), None)
+        matched = next((matched for matched in matches if matched), None)
     else:
-        found = match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
-    return None if found is None else int(found["index"])
+        matched = match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
+    return None if matched is None else int(matched["index"])
 
 
 def _check(config: AdapterConfig) -> None:
@@ -345,21 +345,28 @@ def _check(config: AdapterConfig) -> None:
         need("layers_to_transform", layers is None, "null, since target_modules is a string")
         need("layers_pattern", config.layers_pattern is None, "null, since target_modules is a string")
     need("layers_pattern", not config.layers_pattern or layers is not None, "null without layers_to_transform")
+    _check_expressions(config)
+
+
+def _check_expressions(config: AdapterConfig) -> None:
+    """Number, length and validity of names and regular expressions."""
     expressions = {
         "target_modules": [config.target_modules] if isinstance(config.target_modules, str) else [],
         "exclude_modules": [config.exclude_modules] if isinstance(config.exclude_modules, str) else [],
         "layers_pattern": [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern,
         "modules_to_save": config.modules_to_save,
-        "rank_pattern": list(ranks),
-        "alpha_pattern": list(alphas),
+        "rank_pattern": list(config.rank_pattern),
+        "alpha_pattern": list(config.alpha_pattern),
     }
     names = expressions | {
         name: getattr(config, name) for name in ("target_modules", "target_parameters", "exclude_modules")
     }
     for name, patterns in names.items():
         listed = [patterns] if isinstance(patterns, str) else patterns or ()
-        need(name, len(listed) <= PATTERNS, f"at most {PATTERNS} names")
-        need(name, all(len(one) <= PATTERN_LENGTH for one in listed), f"at most {PATTERN_LENGTH} characters a name")
+        if len(listed) > PATTERNS:
+            raise unexpected(CONFIG, name, f"at most {PATTERNS} names", getattr(config, name))
+        if any(len(one) > PATTERN_LENGTH for one in listed):
+            raise unexpected(CONFIG, name, f"at most {PATTERN_LENGTH} characters a name", getattr(config, name))
     for name, patterns in expressions.items():
         for pattern in patterns or ():
             whole = name in ("target_modules", "exclude_modules")  # alone, with flags of their own such as (?i)

@@ -26,7 +26,7 @@ _OWN_NAME = re.compile(
 )
 
 
-class Place(NamedTuple):
+class AdaptedModule(NamedTuple):
     """The module of an array in a file.
 
     Attributes:
@@ -47,7 +47,7 @@ def without_own_name(name: str) -> str:
     return _OWN_NAME.sub(r"\1", name)
 
 
-def place_of(name: str, config: AdapterConfig, family: Family, *, lora: bool) -> Place:
+def adapted_module(name: str, config: AdapterConfig, family: Family, *, lora: bool) -> AdaptedModule:
     """The module of an array.
 
     Args:
@@ -61,9 +61,9 @@ def place_of(name: str, config: AdapterConfig, family: Family, *, lora: bool) ->
     """
     single = family.expert_of(name) if lora else None
     if single is not None:
-        return Place(*single)
+        return AdaptedModule(*single)
     nested = nested_module(family.own_name(name), config, family) if lora else None
-    return Place(nested or family.module_path(name))
+    return AdaptedModule(nested or family.module_path(name))
 
 
 def with_own_names(config: AdapterConfig, family: Family) -> AdapterConfig:
@@ -117,11 +117,11 @@ def settings_here(
             wanted[module] = _together(config, module, names, family, file)
         else:
             return config
-    found = {
+    here = {
         module: selects(config, module, family) and rank_and_alpha(config, tuned_name(module, family))
         for module in wanted
     }
-    return config if found == wanted else _by_module(config, wanted, family)
+    return config if here == wanted else _by_module(config, wanted, family)
 
 
 def _all(config: AdapterConfig, module: WeightPath) -> bool:
@@ -134,13 +134,13 @@ def _together(
     config: AdapterConfig, module: WeightPath, names: Iterable[str], family: Family, file: object
 ) -> tuple[int, float]:
     """Rank and alpha of a module; of experts by themselves those of one adapter on all, with gate's and up's ranks."""
-    found = {rank_and_alpha(config, name) for name in names}
-    if len(found) > 1:
-        listed = ", ".join(f"rank {rank} with lora_alpha {alpha:g}" for rank, alpha in sorted(found))
+    ranks = {rank_and_alpha(config, name) for name in names}
+    if len(ranks) > 1:
+        listed = ", ".join(f"rank {rank} with lora_alpha {alpha:g}" for rank, alpha in sorted(ranks))
         raise ConvertError(
             f"{file}: {module}: expected one rank and lora_alpha for the experts of a layer, got {listed}"
         )
-    [(rank, alpha)] = found
+    [(rank, alpha)] = ranks
     count = len({single[0] for name in names if (single := family.expert_of(name))}) or 1
     return rank * count, alpha * (math.sqrt(count) if config.use_rslora else count)
 

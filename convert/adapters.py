@@ -39,7 +39,7 @@ from convert.adapter_config import (
     targets,
     tuned_name,
 )
-from convert.adapter_names import Place, place_of, settings_here, with_own_names, without_own_name
+from convert.adapter_names import AdaptedModule, adapted_module, settings_here, with_own_names, without_own_name
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
 from convert.expert_adapters import (
@@ -125,7 +125,7 @@ class Adapter:
         """Name -> the array's place, for all arrays of the file."""
         stored = {path: info for path, info in self.tensors.items() if WeightPath.parse(path).module not in self.single}
         for module, experts in self.single.items():
-            stored |= {f"{module}.{'.'.join(map(str, place))}": info for place, info in experts.places()}
+            stored |= {f"{module}.{'.'.join(map(str, position))}": info for position, info in experts.places()}
         return stored
 
     def shape(self, path: str) -> tuple[int, ...]:
@@ -264,50 +264,50 @@ class _Names(NamedTuple):
 
 def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path) -> _Names:
     """The arrays of a file by tree names; one error lists all unknown ones."""
-    found, unknown, twice = _Names({}, {}, {}), [], []
+    names, unknown, twice = _Names({}, {}, {}), [], []
     for name, info in header.items():
         if (parsed := _parsed(without_own_name(name), config, family)) is None:
             unknown.append(name)
             continue
         start, (module, expert), leaf = parsed
         path = module.with_leaf(leaf)
-        place: dict[Any, TensorInfo] = found.tensors if expert is None else found.single.setdefault(path, {})
+        arrays: dict[Any, TensorInfo] = names.tensors if expert is None else names.single.setdefault(path, {})
         key = path if expert is None else expert
         if leaf.startswith("lora_"):
-            twice += [name] * (key in place)
-            found.modules.setdefault(module if expert is None else parameter_module(module), {})[start] = None
-        place[key] = info
+            twice += [name] * (key in arrays)
+            names.modules.setdefault(module if expert is None else parameter_module(module), {})[start] = None
+        arrays[key] = info
     if unknown or twice:
         wrong, expected = unknown or twice, f"LoRA tensors of {family.model_type} modules under {PREFIX}"
         expected = f"only {expected}" if unknown else f"one adapter's {expected}, each once"
         raise ConvertError(f"{file}: expected {expected}, got {shorten(', '.join(wrong), 2000)}")
-    return found
+    return names
 
 
-def _parsed(name: str, config: AdapterConfig, family: Family) -> tuple[str, Place, str] | None:
+def _parsed(name: str, config: AdapterConfig, family: Family) -> tuple[str, AdaptedModule, str] | None:
     """The module's name in the file, its place, and the leaf of an array; None: unknown."""
     for leaf, stored in (*_STORED.items(), *_OTHERS):
         if name.startswith(PREFIX) and name.endswith(stored):
             start = name[len(PREFIX) : -len(stored)]
             try:
-                place = place_of(start, config, family, lora=leaf in _PAIRS[0])
+                module = adapted_module(start, config, family, lora=leaf in _PAIRS[0])
             except ConvertError:
                 continue
-            if stored == ".weight" and place.module in TABLES and not _whole(config, place.module, family):
+            if stored == ".weight" and module.module in TABLES and not _whole(config, module.module, family):
                 leaf = "base_layer.weight"  # not trained, but grown
-            return start, place, leaf
+            return start, module, leaf
     return None
 
 
 def _in_file(arrays: Mapping[str, np.ndarray], family: Family) -> dict[str, np.ndarray]:
     """The arrays with those of adapters on experts as files have them."""
-    found = dict(arrays)
+    stored = dict(arrays)
     for module in {WeightPath.parse(path).module for path in arrays if WeightPath.parse(path).of_experts}:
         pair = [module.with_leaf(leaf) for leaf in _PAIRS[0]]
         if all(leaf in arrays and arrays[leaf].ndim == 3 for leaf in pair):
             a, b = (arrays[leaf] for leaf in pair)
-            found |= zip(pair, written_layout(module, a.shape, b.shape, family).to_file(a, b), strict=True)
-    return found
+            stored |= zip(pair, written_layout(module, a.shape, b.shape, family).to_file(a, b), strict=True)
+    return stored
 
 
 def _file_name(path: str, config: AdapterConfig, family: Family) -> str:

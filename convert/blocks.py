@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from convert.checkpoint import Checkpoint
-from convert.shard import Job, Part
+from convert.shard import Chunk, Job
 from convert.tensor_file import TensorInfo, read_range
 
 Block = np.ndarray
@@ -62,11 +62,11 @@ def copied(checkpoint: Checkpoint, names: Sequence[str]) -> Job:
     """
     infos = {name: checkpoint.info(name) for name in names}
 
-    def run() -> Iterator[Part]:
+    def run() -> Iterator[Chunk]:
         for name, info in infos.items():
             count = math.prod(info.shape)
             for first in range(0, count, 2 * ELEMENTS):
-                yield Part(name, first, read_range(name, info, first, min(first + 2 * ELEMENTS, count)))
+                yield Chunk(name, first, read_range(name, info, first, min(first + 2 * ELEMENTS, count)))
 
     outputs = {name: (np.dtype(info.dtype), info.shape) for name, info in infos.items()}
     return Job(outputs, run, infos[names[0]].file)

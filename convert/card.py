@@ -54,7 +54,7 @@ def write_card(
         kind = "its layers' matrices quantised to NF4 (nested scales) and decoded"
     revision = f", revision {adapter.config.revision}" if adapter.config.revision else ""
     settings = {name: getattr(adapter.config, name) for name in _SHOWN}
-    kept = {name: value for name, value in settings.items() if value not in (None, False, {}, [])}
+    shown = {name: value for name, value in settings.items() if value not in (None, False, {}, [])}
     lines = [
         "---",
         *([f"base_model: {named}"] if _is_name(str(named)) else []),
@@ -73,7 +73,7 @@ def write_card(
         "## Adapter",
         "",
         "```json",
-        json.dumps(kept, indent=2, ensure_ascii=False),
+        json.dumps(shown, indent=2, ensure_ascii=False),
         "```",
     ]
     if recipe:

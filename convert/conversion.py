@@ -19,7 +19,7 @@ from convert.weights import Weights
 
 
 class Conversion:
-    """What becomes of each tensor of a folder.
+    """The jobs and config.json of a derived folder.
 
     Attributes:
         packed: Whether the folder has matrices in the scheme that is asked for, and keeps the others as they are.
@@ -104,7 +104,7 @@ class Conversion:
         return self._written(target.name, shape, dtype, tensor_blocks(target, self._values), writer, peers)
 
     def _writer(self, tensor: TensorSpec) -> Writer | None:
-        """What packs a tensor; None: it stays plain, or as it is."""
+        """The writer that packs a tensor; None: it stays plain, or as it is."""
         if self.writer is None:
             return None
         if not self.packed:

@@ -64,7 +64,7 @@ class ExpertsLayout(NamedTuple):
     slowest: bool = False
 
     def tree_shape(self, leaf: str) -> tuple[int, int, int]:
-        """Of "lora_A" or "lora_B" in the tree."""
+        """Shape of "lora_A" or "lora_B" in the tree."""
         shape = self.shape
         a, b = (shape.experts, self.rank, shape.columns), (shape.experts, shape.rows, self.rank)
         return a if leaf == "lora_A" else b
@@ -130,8 +130,8 @@ class SingleExperts(NamedTuple):
         rank, rows = first_a.shape[0], first_b.shape[0]
         a = np.empty((len(present[0]), rank * len(present), first_a.shape[1]), first_a.dtype)
         b = np.zeros((len(a), rows * len(self.parts), a.shape[1]), first_b.dtype)
-        for place, part in enumerate(present):
-            columns, number = slice(place * rank, (place + 1) * rank), self.parts.index(part)
+        for position, part in enumerate(present):
+            columns, number = slice(position * rank, (position + 1) * rank), self.parts.index(part)
             for expert, (one, other) in enumerate(part):
                 a[expert, columns] = read_tensor(module, one)
                 b[expert, number * rows : (number + 1) * rows, columns] = read_tensor(module, other)
@@ -150,7 +150,7 @@ def single_experts(
     Raises:
         ConvertError: An expert without an array, or with one of another shape.
     """
-    found: dict[WeightPath, SingleExperts] = {}
+    modules: dict[WeightPath, SingleExperts] = {}
     for module in dict.fromkeys(map(parameter_module, arrays)):
         every = [
             [arrays.get(WeightPath(module.layer, EXPERTS, part, leaf), {}) for leaf in ("lora_A", "lora_B")]
@@ -164,22 +164,22 @@ def single_experts(
             expected = f"an A [r, in] and a B [out, r] of one shape and dtype for each of the experts 0 to {count - 1}"
             raise unexpected(str(file), module, expected, [sorted(map(str, kind)) for kind in kinds])
         parts = [tuple((a[x], b[x]) for x in range(count)) if a else None for a, b in every]
-        found[module] = SingleExperts(tuple(parts))
-    return found
+        modules[module] = SingleExperts(tuple(parts))
+    return modules
 
 
 def expert_shapes(specs: Iterable[WeightSpec]) -> dict[WeightPath, ExpertsShape]:
     """The matrices with one adapter: path of the adapter's module -> their shape."""
     weights = {spec.path.module: spec for spec in specs if spec.kind == "experts"}
-    found: dict[WeightPath, ExpertsShape] = {}
+    shapes: dict[WeightPath, ExpertsShape] = {}
     for layer in dict.fromkeys(path.layer for path in weights):
         for parameter, parts in _PARTS.items():
             specs_of = [weights[WeightPath(layer, EXPERTS, part, "")] for part in parts]
             experts, _, columns = specs_of[0].shape
             rows = sum(spec.shape[1] for spec in specs_of)
             turns = len(parts) if specs_of[0].layout == INTERLEAVED else 0
-            found[WeightPath(layer, EXPERTS, parameter, "")] = ExpertsShape(experts, rows, columns, turns)
-    return found
+            shapes[WeightPath(layer, EXPERTS, parameter, "")] = ExpertsShape(experts, rows, columns, turns)
+    return shapes
 
 
 def expert_module(specs: Mapping[str, WeightSpec], path: WeightPath) -> tuple[WeightPath, slice]:
@@ -254,8 +254,8 @@ def find_layout(
 
 def _number(version: object) -> tuple[int, int] | None:
     """The first two numbers of a version."""
-    found = re.match(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
-    return None if found is None else (int(found[1]), int(found[2]))
+    numbers = re.match(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def nested_module(name: str, config: AdapterConfig, family: Family) -> WeightPath | None:

@@ -171,8 +171,8 @@ def parse_json(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str
             f"{file}: {field}: expected a JSON object in UTF-8, got byte {error.start} of none"
         ) from None
     except JsonError as error:
-        place = f"line {error.line}, column {error.column}"
-        raise ConvertError(f"{file}: {field}: expected a JSON object: {error.problem} ({place})") from None
+        position = f"line {error.line}, column {error.column}"
+        raise ConvertError(f"{file}: {field}: expected a JSON object: {error.problem} ({position})") from None
     if not isinstance(value, dict):
         raise unexpected(file, field, "a JSON object", value)
     return value

@@ -28,7 +28,7 @@ from convert.model.spec import VECTORS, WeightSpec
 from convert.output import write_files
 from convert.quantization_aware import QuantizationAware
 from convert.quantize import modules_named, refuse_scored
-from convert.shard import Job, Monitor, Part
+from convert.shard import Chunk, Job, Monitor
 from convert.source import fingerprint
 from convert.tensor_file import Layout, TensorInfo
 from convert.unfinished import Unfinished
@@ -97,7 +97,7 @@ def export_gguf(
         raise unexpected(file, "type", f"one of {', '.join(TYPES)} (the gguf library writes no K-quants)", type)
     gguf = require_gguf()
     file = Path(file)
-    place = file.resolve() if file.is_symlink() else file  # keep a link, as cp does
+    target = file.resolve() if file.is_symlink() else file  # keep a link, as cp does
     if file.is_dir():
         raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
@@ -106,11 +106,11 @@ def export_gguf(
     header = _header(gguf, plan, read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer))
     sizes = plan.sizes()
     jobs = [plan.job(name, size, allow_nonfinite) for name, size in sizes.items()]
-    layout = _lay_out(place, header, sizes, gguf.GGUF_DEFAULT_ALIGNMENT)
+    layout = _lay_out(target, header, sizes, gguf.GGUF_DEFAULT_ALIGNMENT)
     settings = [type, list(skip), pre_tokenizer, allow_nonfinite]
-    made = write_files(
-        Unfinished(place, file=True),
-        {place.name: (layout, jobs)},
+    progress = write_files(
+        Unfinished(target, file=True),
+        {target.name: (layout, jobs)},
         {"source": fingerprint(source), "format": _FORMAT, "settings": settings, "header": zlib.crc32(header)},
         finish=lambda folder: None,
         force=force,
@@ -119,7 +119,7 @@ def export_gguf(
     )
     kinds = [kind.name for _, kind, _ in plan.tensors.values()]
     types = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return Exported(file, types, place.stat().st_size, tuple(plan.notes), made.tensors)
+    return Exported(file, types, target.stat().st_size, tuple(plan.notes), progress.tensors)
 
 
 def _header(gguf: Any, plan: "_Plan", vocabulary: Mapping[str, Any]) -> bytes:
@@ -166,21 +166,21 @@ class _Plan:
     def __init__(self, gguf: Any, weights: Weights, type: str, skip: Sequence[str]):
         self.gguf, self.weights, self.skipped = gguf, weights, modules_named(weights, skip)
         self.file = weights.checkpoint.folder / CONFIG
-        found = hyper_parameters(weights.family, weights.checkpoint.config, str(self.file))
-        self.found, self.notes = found, list(found.notes)
-        architecture = gguf.MODEL_ARCH[found.architecture.name]
+        parameters = hyper_parameters(weights.family, weights.checkpoint.config, str(self.file))
+        self.parameters, self.notes = parameters, list(parameters.notes)
+        architecture = gguf.MODEL_ARCH[parameters.architecture.name]
         self.name = gguf.MODEL_ARCH_NAMES[architecture]
         self.type = gguf.GGMLQuantizationType[type.upper()]
         self.rows = weights.specs[f"{EMBEDDING}.weight"].shape[0]
-        names = gguf.get_tensor_name_map(architecture, found.keys["block_count"])
+        names = gguf.get_tensor_name_map(architecture, parameters.keys["block_count"])
         #: Name in the file -> (description, None for a tensor without a source in the checkpoint; type; shape).
         self.tensors: dict[str, tuple[WeightSpec | None, Any, tuple[int, ...]]] = {
-            name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in found.tensors.items()
+            name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in parameters.tensors.items()
         }
         for path, row in weights.specs.items():
             prefix = "" if row.path.part == HEAD else "model."
             name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
-            if name is None or row.kind == "bias" and row.group not in found.architecture.biases:
+            if name is None or row.kind == "bias" and row.group not in parameters.architecture.biases:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
             shape = row.shape[1:] if row.kind == "gate" else row.shape  # a vector there
             self.tensors[name] = row, self._type_of(row), shape
@@ -194,7 +194,7 @@ class _Plan:
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(self.weights.checkpoint.folder.name)
         writer.add_vocab_size(self.rows)
-        for key, value in self.found.keys.items():
+        for key, value in self.parameters.keys.items():
             getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
         kinds = {"F32": "ALL_F32"}.get(self.type.name, f"MOSTLY_{self.type.name}")
         writer.add_file_type(gguf.LlamaFileType[kinds])
@@ -214,12 +214,12 @@ class _Plan:
             writer.add_tensor_info(name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kind)
 
     def job(self, name: str, size: int, allow_nonfinite: bool) -> Job:
-        """What makes the bytes of a tensor."""
+        """The job of a tensor's bytes."""
 
-        def run() -> Iterator[Part]:
+        def run() -> Iterator[Chunk]:
             first = 0
             for raw in self._bytes(name, allow_nonfinite):
-                yield Part(name, first, raw)
+                yield Chunk(name, first, raw)
                 first += raw.size
 
         return Job({name: (np.dtype(np.uint8), (size,))}, run, self.file.parent)
@@ -238,13 +238,13 @@ class _Plan:
     def _values(self, name: str, spec: WeightSpec | None) -> Iterator[np.ndarray]:
         """Float32 arrays of whole rows."""
         if spec is None:
-            yield self.found.tensors[name]
+            yield self.parameters.tensors[name]
             return
         blocks: Blocks = self.weights.blocks(spec.path)
-        part, shift = spec.path.part, self.found.architecture.norm_shift
-        if self.found.architecture.paired and part in self.found.heads:
+        part, shift = spec.path.part, self.parameters.architecture.norm_shift
+        if self.parameters.architecture.paired and part in self.parameters.heads:
             whole = np.concatenate(list(blocks()))
-            halves = whole.reshape(self.found.heads[part], 2, -1, whole.shape[1])
+            halves = whole.reshape(self.parameters.heads[part], 2, -1, whole.shape[1])
             yield np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(whole.shape)
             return
         if spec.kind == "norm" and shift:

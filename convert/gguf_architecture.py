@@ -50,15 +50,15 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
     Raises:
         ConvertError: llama.cpp lacks the architecture or computes it differently; the message names the field.
     """
-    found = family.gguf
-    if not isinstance(found, Architecture):
-        expected = f"one of {', '.join(ARCHITECTURES)} for GGUF ({found})"
+    architecture = family.gguf
+    if not isinstance(architecture, Architecture):
+        expected = f"one of {', '.join(ARCHITECTURES)} for GGUF ({architecture})"
         raise unexpected(file, "model_type", expected, family.model_type)
     model, get = read_config(config, where=file), family.reader(config, file)
     length = get.integer("model_max_length", model.max_position_embeddings)
-    _check(found, family, model, get)
-    rope, tensors = rope_keys(found, model, file)
-    windows, notes = _windows(found, model, get, length)
+    _check(architecture, family, model, get)
+    rope, tensors = rope_keys(architecture, model, file)
+    windows, notes = _windows(architecture, model, get, length)
     keys = {
         "context_length": length,
         "embedding_length": model.hidden_size,
@@ -69,46 +69,50 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
         "key_length": model.head_dim,
         "value_length": model.head_dim,
         **_mixture_keys(model),
-        **{key: get.positive(name) for name, key in found.numbers.items()},
+        **{key: get.positive(name) for name, key in architecture.numbers.items()},
         **rope,
         **windows,
     }
     if family.section is not None:
         notes.append("the vision tower is left out")
     heads = {"q_proj": model.num_attention_heads, "k_proj": model.num_key_value_heads}
-    return HyperParameters(found, keys, tensors, heads, tuple(notes))
+    return HyperParameters(architecture, keys, tensors, heads, tuple(notes))
 
 
-def _check(found: Architecture, family: Family, model: ModelConfig, get: Reader) -> None:
+def _check(architecture: Architecture, family: Family, model: ModelConfig, get: Reader) -> None:
     """Refuse settings that llama.cpp computes differently."""
-    layers, name, heads = model.num_hidden_layers, found.name, model.num_attention_heads
+    layers, name, heads = model.num_hidden_layers, architecture.name, model.num_attention_heads
     means = f"which {name} means in llama.cpp"
-    if model.hidden_act != found.activation:
-        raise get.wrong(family.name("hidden_act"), f"{found.activation!r}, {means}")
-    if found.square and heads * model.head_dim != model.hidden_size:
+    if model.hidden_act != architecture.activation:
+        raise get.wrong(family.name("hidden_act"), f"{architecture.activation!r}, {means}")
+    if architecture.square and heads * model.head_dim != model.hidden_size:
         wanted = f"{model.hidden_size // heads}: in llama.cpp {name}'s heads fill its width"
         raise unexpected(get.where, "head_dim", wanted, model.head_dim)
-    if found.query_scale:
-        wanted = model.hidden_size // heads if layers == found.wide else model.head_dim
+    if architecture.query_scale:
+        wanted = model.hidden_size // heads if layers == architecture.wide else model.head_dim
         if get.value("query_pre_attn_scalar") != wanted:
             raise get.wrong("query_pre_attn_scalar", f"{wanted}, {means}")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if cap not in found.numbers and getattr(model, cap) is not None:
+        if cap not in architecture.numbers and getattr(model, cap) is not None:
             raise get.wrong(cap, "null, for GGUF")
-    if not found.tied and model.tie_word_embeddings:
+    if not architecture.tied and model.tie_word_embeddings:
         raise get.wrong("tie_word_embeddings", f"false: llama.cpp's {name} has a head of its own")
-    if not found.grouped and model.num_key_value_heads != heads:
+    if not architecture.grouped and model.num_key_value_heads != heads:
         raise get.wrong("num_key_value_heads", f"{heads}, one a head, {means}")
-    if model.moe is not None and model.moe.router.normalize != found.normalizes:
-        raise get.wrong("norm_topk_prob", f"{str(found.normalizes).lower()}, {means}")
+    if model.moe is not None and model.moe.router.normalize != architecture.normalizes:
+        raise get.wrong("norm_topk_prob", f"{str(architecture.normalizes).lower()}, {means}")
     dense = [number for number, one in enumerate(model.mixtures) if model.moe is not None and not one]
     if dense:
         raise unexpected(get.where, "mixtures", f"one in every layer, {means}", f"layers {dense[:8]} without")
-    if found.qk_norm_from is not None and (model.qk_norm is not None) != (layers >= found.qk_norm_from):
-        raise get.wrong("use_qk_norm", f"{str(layers >= found.qk_norm_from).lower()} with {layers} layers, {means}")
-    free = [i for i in range(layers) if found.position_free is not None and (i + 1) % found.position_free == 0]
+    if architecture.qk_norm_from is not None and (model.qk_norm is not None) != (layers >= architecture.qk_norm_from):
+        raise get.wrong(
+            "use_qk_norm", f"{str(layers >= architecture.qk_norm_from).lower()} with {layers} layers, {means}"
+        )
+    free = [
+        i for i in range(layers) if architecture.position_free is not None and (i + 1) % architecture.position_free == 0
+    ]
     if free != [i for i, mixer in enumerate(model.attention) if mixer.rope is None]:
-        raise get.wrong("no_rope_layers", f"0 for each {found.position_free}th layer alone, for GGUF")
+        raise get.wrong("no_rope_layers", f"0 for each {architecture.position_free}th layer alone, for GGUF")
 
 
 def _mixture_keys(model: ModelConfig) -> dict[str, Any]:
@@ -124,19 +128,23 @@ def _mixture_keys(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _windows(found: Architecture, model: ModelConfig, get: Reader, length: int) -> tuple[dict[str, Any], list[str]]:
+def _windows(
+    architecture: Architecture, model: ModelConfig, get: Reader, length: int
+) -> tuple[dict[str, Any], list[str]]:
     """Keys of the windows; a note where llama.cpp ignores them."""
     windows = [mixer.sliding_window for mixer in model.attention]
     window = next((window for window in windows if window is not None), None)
-    if found.period is not None:
-        kinds = [FULL if (i + 1) % found.period == 0 else SLIDING for i in range(model.num_hidden_layers)]
+    if architecture.period is not None:
+        kinds = [FULL if (i + 1) % architecture.period == 0 else SLIDING for i in range(model.num_hidden_layers)]
         if window is None:
             raise get.wrong("sliding_window", "a positive integer, for GGUF")
         if kinds != [FULL if one is None else SLIDING for one in windows]:
-            wanted = f"a window in all layers but each {found.period}th, which {found.name} means in llama.cpp"
+            wanted = (
+                f"a window in all layers but each {architecture.period}th, which {architecture.name} means in llama.cpp"
+            )
             raise get.wrong("layer_types", wanted)
         return {"sliding_window": window}, []
     notes = []
     if window is not None and window < length:
         notes.append(f"llama.cpp leaves out the window of {window} tokens: longer texts come out otherwise")
-    return {"sliding_window": window or 0} if found.window else {}, notes
+    return {"sliding_window": window or 0} if architecture.window else {}, notes

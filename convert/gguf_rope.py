@@ -11,11 +11,13 @@ from convert.model.config import ModelConfig
 from convert.model.rope import RopeConfig
 
 
-def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def rope_keys(
+    architecture: Architecture, model: ModelConfig, file: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Keys and tensors of a model's rotary positions.
 
     Args:
-        found: The model's architecture in llama.cpp.
+        architecture: The model's in llama.cpp.
         model: The model.
         file: Path of config.json, for messages.
 
@@ -26,8 +28,10 @@ def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[
         ConvertError: A setting without a counterpart in llama.cpp.
     """
     rope, local = model.rope, model.local_rope
-    if rope.kind not in found.scalings:
-        raise unexpected(file, "rope_type", f"one of {', '.join(found.scalings)} for GGUF of {found.name}", rope.kind)
+    if rope.kind not in architecture.scalings:
+        raise unexpected(
+            file, "rope_type", f"one of {', '.join(architecture.scalings)} for GGUF of {architecture.name}", rope.kind
+        )
     plain = RopeConfig(rope.theta, rope.kind)
     beyond = ("beta_fast", "beta_slow", "truncate")
     others = sorted(name for name in beyond if getattr(rope, name) != getattr(plain, name))
@@ -52,9 +56,9 @@ def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
         if original is not None:
             keys["rope_scaling_orig_ctx_len"] = original
-    elif found.scaling_named:
+    elif architecture.scaling_named:
         keys["rope_scaling_type"] = "none"
-    if found.original:
+    if architecture.original:
         keys["rope_scaling_orig_ctx_len"] = original or model.max_position_embeddings
     if rope.kind == "longrope":
         keys["rope_scaling_attn_factors"] = rope.attention_factor

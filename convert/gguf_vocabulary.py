@@ -158,15 +158,15 @@ def _around(
     raw: dict[str, Any], settings: dict[str, Any], special: Mapping[str, int], tokens: list[str]
 ) -> dict[str, bool]:
     """Whether "bos" and "eos" are added, from the settings or the post-processor's template."""
-    found = {}
+    flags = {}
     shown = json.dumps(raw.get("post_processor"))
     for name in ("bos", "eos"):
         given = settings.get(f"add_{name}_token")
         if isinstance(given, bool):
-            found[name] = given
+            flags[name] = given
         elif name in special:
-            found[name] = json.dumps(tokens[special[name]]) in shown
-    return found
+            flags[name] = json.dumps(tokens[special[name]]) in shown
+    return flags
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -80,6 +80,11 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
     parts = text.split("/")
     if len(parts) != 2 or text.startswith((".", "~", "/")) or "\\" in text or not all(parts):
         raise ConvertError(f"{called}: no such folder")
+    return _download(called, text, revision, weights=weights)
+
+
+def _download(called: str, text: str, revision: str | None, *, weights: bool) -> Source:
+    """A repository at a revision, from the hub or its cache; `called` is what messages name."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

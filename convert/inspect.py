@@ -143,11 +143,11 @@ def _formats(checkpoint: Checkpoint, weights: Weights | None) -> dict[str, tuple
 
 def _totals(tensors: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
     """Format -> its tensors and their bytes."""
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for kind, size in tensors:
-        count, total = found.get(kind, (0, 0))
-        found[kind] = count + 1, total + size
-    return found
+        count, total = totals.get(kind, (0, 0))
+        totals[kind] = count + 1, total + size
+    return totals
 
 
 def _ignored(weights: Weights) -> dict[str, str]:

@@ -4,16 +4,16 @@ The stored tensors bound the other sizes: a model cannot have more layers than i
 """
 
 LAYERS = 100_000
-"""Of a model."""
+"""Layers of a model."""
 EXPERTS = 8_192
-"""Of a layer."""
+"""Experts of a layer."""
 DIMENSIONS = 32
-"""Of a tensor; NumPy takes 64."""
+"""Dimensions of a tensor; NumPy takes 64."""
 PATTERNS = 4_000
 """Names or regular expressions in one setting of an adapter."""
 PATTERN_LENGTH = 20_000
 """Characters of one of them."""
 MATCH_SECONDS = 1.0
-"""Of processor time that one regular expression may take, over all modules of a model."""
+"""Processor time that one regular expression may take, over all modules of a model."""
 LISTED = 40
 """Names that a message lists before it counts the rest."""

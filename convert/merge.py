@@ -85,7 +85,7 @@ def merge(
         skip: With a quantised `dtype` or `base_in_nf4`, modules or ends of their names ("layers.0.mlp.down_proj",
             "o_proj") that are not quantised.
         activations: With a quantised `dtype`, as of `convert.quantize.quantize`; None: what the adapter was trained
-            for, likewise.
+            for, on its conditions.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
             otherwise than PEFT.
         config: Contents of config.json in place of the base's.
@@ -182,7 +182,7 @@ class _Merge:
         return Merged(written, self.plan.changed, self.plan.copied, untied, vocabulary, tuple(self.notes))
 
     def _finish(self, folder: Path) -> None:
-        """What is beside the tensors."""
+        """Write config.json, tokenizer, model card and the like into the folder."""
         copy_side_files(self.base, folder)
         _copy_tokenizer(self.adapter.folder, self.base, folder)
         if self.ends:

@@ -23,11 +23,11 @@ import numpy as np
 from convert.checkpoint import INDEX, MAX_SHARD_BYTES, SINGLE, write_config
 from convert.errors import ConvertError
 from convert.files import full_disk_names
-from convert.shard import Counter, Job, Monitor, Part, Shard
+from convert.shard import Chunk, Counter, Job, Monitor, Shard
 from convert.tensor_file import Layout, lay_out
 from convert.unfinished import Unfinished
 
-__all__ = ["Job", "Monitor", "Part", "Written", "write_folder"]
+__all__ = ["Job", "Monitor", "Chunk", "Written", "write_folder"]
 
 FORMAT = 2  # of the fingerprints; a conversion with another version begins anew
 THREADS = 2  # compute; the checking one mostly waits for the disk
@@ -94,7 +94,7 @@ def write_folder(
         OSError: The disk has no room, …; the place is as it was.
     """
     folder = Path(folder)
-    place = folder.resolve() if folder.is_symlink() else folder  # a link stays, as with cp
+    target = folder.resolve() if folder.is_symlink() else folder  # a link stays, as with cp
     shards = _shards(folder, jobs, max_shard_bytes)
     layouts = {
         name: lay_out(folder / name, {key: value for job in group for key, value in job.outputs.items()})
@@ -111,8 +111,8 @@ def write_folder(
             write_config(unfinished / INDEX, index)
         finish(unfinished)
 
-    made = write_files(
-        Unfinished(place),
+    progress = write_files(
+        Unfinished(target),
         files,
         {"format": FORMAT, "made_from": made_from, "options": [max_shard_bytes, allow_nonfinite]},
         finish=finish_folder,
@@ -120,12 +120,12 @@ def write_folder(
         allow=allow_nonfinite,
         monitor=monitor,
     )
-    written.kept, written.nonfinite = made.files, made.nonfinite
+    written.kept, written.nonfinite = progress.files, progress.nonfinite
     return written
 
 
-class Made(NamedTuple):
-    """What a conversion found and made.
+class Progress(NamedTuple):
+    """The course of a conversion.
 
     Attributes:
         files: Number of files that an earlier, interrupted conversion had finished.
@@ -147,7 +147,7 @@ def write_files(
     force: bool,
     allow: bool,
     monitor: Monitor | None,
-) -> Made:
+) -> Progress:
     """Write a folder's files, or the one file, whole or not at all.
 
     Args:
@@ -161,28 +161,30 @@ def write_files(
 
     Raises:
         ConvertError: As `write_folder`.
-        OSError: Likewise.
+        OSError: As `write_folder`.
     """
     with state.claimed():
         if not state.begin(plan, force):
-            return Made()
+            return Progress()
         try:
-            kept = {name for name, (layout, _) in files.items() if state.has(name, layout)}
-            check_room(state.target, sum(layout.size for name, (layout, _) in files.items() if name not in kept))
+            finished = {name for name, (layout, _) in files.items() if state.has(name, layout)}
+            check_room(state.target, sum(layout.size for name, (layout, _) in files.items() if name not in finished))
             with full_disk_names(state.target):
                 counter = Counter(monitor, 2 * sum(layout.size for layout, _ in files.values()))
-                counter.add(2 * sum(files[name][0].size for name in kept))
-                wanted = {name: file for name, file in files.items() if name not in kept}
+                counter.add(2 * sum(files[name][0].size for name in finished))
+                wanted = {name: file for name, file in files.items() if name not in finished}
                 shards = _write_shards(state, wanted, allow, counter)
                 finish(state.folder)
-                nonfinite = sorted({*state.nonfinite(kept), *(name for shard in shards for name in shard.nonfinite)})
+                nonfinite = sorted(
+                    {*state.nonfinite(finished), *(name for shard in shards for name in shard.nonfinite)}
+                )
                 state.publish()
         except (ConvertError, OSError):
             state.remove()
             raise
     state.remove()
-    tensors = sum(len(files[name][0].tensors) for name in kept) + sum(shard.kept for shard in shards)
-    return Made(len(kept), tensors, nonfinite)
+    tensors = sum(len(files[name][0].tensors) for name in finished) + sum(shard.kept for shard in shards)
+    return Progress(len(finished), tensors, nonfinite)
 
 
 def _shards(folder: Path, jobs: Iterable[Job], limit: int) -> dict[str, list[Job]]:
@@ -216,11 +218,11 @@ def check_room(folder: Path, size: int) -> None:
     Raises:
         OSError: There is less room.
     """
-    place = folder.absolute().parent
-    free = shutil.disk_usage(place).free
+    parent = folder.absolute().parent
+    free = shutil.disk_usage(parent).free
     if free < size + _ROOM:
         text = f"{os.strerror(errno.ENOSPC)}: {size + _ROOM:,} bytes are needed and {free:,} are free"
-        raise OSError(errno.ENOSPC, text, str(place))
+        raise OSError(errno.ENOSPC, text, str(parent))
 
 
 def _write_shards(

@@ -25,9 +25,9 @@ class Pattern:
         """Match; raise once the expression's time is used up."""
         begin = time.thread_time()
         try:
-            found = getattr(self.compiled, method)(name, timeout=max(self.left, _QUICK))
+            matched = getattr(self.compiled, method)(name, timeout=max(self.left, _QUICK))
         except TimeoutError:
-            found, self.left = None, 0.0
+            matched, self.left = None, 0.0
         taken = time.thread_time() - begin
         if taken > _QUICK:
             self.left -= taken
@@ -36,7 +36,7 @@ class Pattern:
                 f"the regular expression {self.text[:200]!r}: expected to be matched with every module within "
                 f"{MATCH_SECONDS:g} s, took longer; name the modules in a list, or write it without nested repetitions"
             )
-        return found
+        return matched
 
 
 def mistake(text: str) -> str:
@@ -78,7 +78,7 @@ def match(text: str, name: str) -> "regex.Match[str] | None":
 
     Args:
         text: As in `fullmatch`.
-        name: Likewise.
+        name: As in `fullmatch`.
 
     Raises:
         ConvertError: As in `fullmatch`.

@@ -77,7 +77,7 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False, ke
     if problems:
         listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ConvertError(f"{adapter.folder / WEIGHTS}: does not fit {weights.checkpoint.folder}: {listed}")
-    found: dict[str, Change] = {}
+    changed: dict[str, Change] = {}
     experts = ExpertAdapters(weights, adapter)
     for row in weights.specs.values():
         path, module = row.path, row.path.module
@@ -89,34 +89,34 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False, ke
         base = _through_nf4(weights) if in_nf4 else weights.blocks
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _only(of_adapter(adapter, whole)))
+            changed[path] = Change(row.name, row.shape, dtype, _only(of_adapter(adapter, whole)))
         elif row.kind == "experts" and (merged := experts.merged(path, base)) is not None:
-            found[path] = Change(row.name, row.shape, dtype, merged)
+            changed[path] = Change(row.name, row.shape, dtype, merged)
         elif path.leaf == "weight" and path.with_leaf("lora_A") in adapter.tensors:
             blocks = with_lora(adapter, weights, module, base(path, None))
-            found[path] = Change(row.name, row.shape, dtype, _only(blocks))
+            changed[path] = Change(row.name, row.shape, dtype, _only(blocks))
         elif in_nf4:
-            found[path] = Change(row.name, row.shape, dtype, base)
+            changed[path] = Change(row.name, row.shape, dtype, base)
     score = WeightPath(None, "", SCORE)
     if scored and score not in weights.specs:
         whole, dtype = score.with_leaf("modules_to_save.weight"), weights.decoded_dtype(f"{EMBEDDING}.weight")
-        found[score] = Change(score, (1, tables.width), dtype, _only(of_adapter(adapter, whole)))
-    return Changes(found | tables.changed(), tables.untied, tables.rows, scored)
+        changed[score] = Change(score, (1, tables.width), dtype, _only(of_adapter(adapter, whole)))
+    return Changes(changed | tables.changed(), tables.untied, tables.rows, scored)
 
 
 def _scored(weights: Weights, adapter: Adapter) -> bool:
     """Whether the merged model is a reward model; an adapter on logits is none for a model without them."""
-    own, base = adapter.config.task_type == SCORED, f"{SCORE}.weight" in weights.specs
-    if base and not own:
+    wanted, base = adapter.config.task_type == SCORED, f"{SCORE}.weight" in weights.specs
+    if base and not wanted:
         raise unexpected(
             adapter.folder / CONFIG, "task_type", f"{SCORED}, as the base has a score", adapter.config.task_type
         )
-    if own and not base:
+    if wanted and not base:
         weights.family.scored(weights.checkpoint.config)
         if f"{SCORE}.modules_to_save.weight" not in adapter.tensors:
-            found = adapter.config.modules_to_save
-            raise unexpected(adapter.folder / CONFIG, "modules_to_save", f"{SCORE}, as the base has none", found)
-    return own
+            saved = adapter.config.modules_to_save
+            raise unexpected(adapter.folder / CONFIG, "modules_to_save", f"{SCORE}, as the base has none", saved)
+    return wanted
 
 
 def _only(blocks: Blocks) -> Values:
@@ -269,9 +269,9 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
     for module, shape in modules.items():
         name = weights.family.module_name(module)
         if len(shape) == 2 and selects(adapter.config, module, weights.family):
-            found = any(f"{module}.{kind}" in adapter.tensors for kind in ("lora_A", "lora_embedding_A"))
+            adapted = any(f"{module}.{kind}" in adapter.tensors for kind in ("lora_A", "lora_embedding_A"))
             twin = adapter.config.ensure_weight_tying and tables.tied and module in TABLES
-            if not found and not twin:
+            if not adapted and not twin:
                 problems.append(f"{name}: a target of {CONFIG} without arrays")
         elif saves_whole(adapter.config, name) and f"{module}.modules_to_save.weight" not in adapter.tensors:
             if not (adapter.config.ensure_weight_tying and module in TABLES):

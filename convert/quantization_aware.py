@@ -1,4 +1,4 @@
-"""What a result of quantisation-aware training says of itself, for the folders that are made of it."""
+"""The note that a result of quantisation-aware training carries, for the folders that are made of it."""
 
 import json
 from collections.abc import Sequence
@@ -31,19 +31,19 @@ class QuantizationAware(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "QuantizationAware | None":
-        """What a folder's result was trained for; None: it has no `FILE`.
+        """Read a folder's `FILE`; None without one.
 
         Raises:
             ConvertError: A file of another form.
         """
         if not (folder / FILE).is_file():
             return None
-        found = read_json(folder / FILE)
-        names = found.get("modules_to_not_quantize")
+        raw = read_json(folder / FILE)
+        names = raw.get("modules_to_not_quantize")
         texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if found.keys() != set(cls._fields) or not texts:
-            raise unexpected(folder / FILE, "", f"the keys {', '.join(cls._fields)}, the last a list of names", found)
-        return cls(found["weights"], found["activations"], tuple(found["modules_to_not_quantize"]))
+        if raw.keys() != set(cls._fields) or not texts:
+            raise unexpected(folder / FILE, "", f"the keys {', '.join(cls._fields)}, the last a list of names", raw)
+        return cls(raw["weights"], raw["activations"], tuple(raw["modules_to_not_quantize"]))
 
     def differences(self, weights: str, activations: str | None, skip: Sequence[str]) -> list[str]:
         """How a folder that is made of the result is not what was trained, in clauses.
@@ -55,16 +55,16 @@ class QuantizationAware(NamedTuple):
         """
         if weights != self.weights:
             return [f"trained for {self.weights} ({FILE}), not for {weights}"]
-        found = []
+        clauses = []
         if activations != self.activations:
-            found.append(
+            clauses.append(
                 f"trained with inputs {_inputs(self.activations)} ({FILE}), and is written for inputs "
                 f"{_inputs(activations)}"
             )
         if set(skip) != set(self.modules_to_not_quantize):
             left, here = (", ".join(names) or "nothing" for names in (self.modules_to_not_quantize, skip))
-            found.append(f"trained with {left} left out ({FILE}), and is written with {here} left out")
-        return found
+            clauses.append(f"trained with {left} left out ({FILE}), and is written with {here} left out")
+        return clauses
 
 
 def _inputs(activations: str | None) -> str:

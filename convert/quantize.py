@@ -58,13 +58,11 @@ def quantize(
     """
     if dtype is not None and dtype not in FLOATS:
         raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
-    if scheme not in WRITERS:
-        raise unexpected(folder, "scheme", f"one of {', '.join(WRITERS)}", scheme)
     writer = writer_for(scheme, activations, QuantizationAware.read(Path(source)), folder)
     if not nested and scheme != NF4.target:
         raise unexpected(folder, "nested", f"true (only {NF4.label} has scales of scales)", False)
-    writer = writer if nested else NF4
     check_apart(folder, source)
+    writer = writer if nested else NF4
     weights = _open(source, writer.bits)
     skipped = modules_named(weights, skip)
     if all(spec.kind not in QUANTIZED or path in skipped for path, spec in weights.specs.items()):
@@ -81,8 +79,7 @@ def quantize(
         write_config(unfinished / CONFIG, config)
         open_weights(unfinished)
 
-    settings = [scheme, nested, list(skip), writer.activations, dtype]
-    made_from = {"source": fingerprint(source), "settings": settings}
+    made_from = {"source": fingerprint(source), "settings": [scheme, nested, list(skip), writer.activations, dtype]}
     return write_folder(folder, plan.jobs, made_from=made_from, finish=finish, **write)
 
 
@@ -108,7 +105,7 @@ def refuse_scored(weights: Weights) -> None:
 def writer_for(
     scheme: str, activations: str | None, trained: QuantizationAware | None, folder: str | os.PathLike[str]
 ) -> Writer:
-    """What writes a scheme, for servers that quantise inputs as they are to.
+    """The writer of a scheme, for servers that quantise inputs in one way.
 
     Args:
         scheme: A key of `convert.formats.WRITERS`.
@@ -117,8 +114,10 @@ def writer_for(
         folder: For messages.
 
     Raises:
-        ConvertError: Activations that are not known with the scheme.
+        ConvertError: An unknown scheme, or activations that are not known with it.
     """
+    if scheme not in WRITERS:
+        raise unexpected(folder, "scheme", f"one of {', '.join(WRITERS)}", scheme)
     writer = WRITERS[scheme]
     if activations is not None:
         wanted = None if activations == "none" else activations
@@ -156,7 +155,7 @@ def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:
     Raises:
         ConvertError: an entry matches nothing.
     """
-    kept: set[str] = set()
+    paths: set[str] = set()
     for entry in skip:
         matching = {
             path
@@ -166,5 +165,5 @@ def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:
         }
         if not matching:
             raise ConvertError(f"{weights.checkpoint.folder}: skip: no module is named {entry}, or ends with it")
-        kept |= matching
-    return kept
+        paths |= matching
+    return paths

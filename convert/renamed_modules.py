@@ -57,8 +57,8 @@ def to_parameters(settings: Mapping[str, Any], modules: Iterable[str], family: F
     for field, default in (("rank_pattern", settings["r"]), ("alpha_pattern", settings["lora_alpha"])):
         patterns = settings[field]
         values = {key: first_match(patterns, name, default) for key, name in parameters.items()}
-        own = {re.escape(key): value for key, value in values.items() if value != first_match(patterns, key, default)}
-        result[field] = own | patterns  # the first match counts
+        exact = {re.escape(key): value for key, value in values.items() if value != first_match(patterns, key, default)}
+        result[field] = exact | patterns  # the first match counts
     return result
 
 
@@ -74,11 +74,11 @@ def to_modules(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     parameters, targets = settings.get("target_parameters"), settings.get("target_modules") or []
     if not (_are_strings(parameters) and _are_strings(targets)):
         return dict(settings), []
-    found = {name: match for name in parameters if (match := _WEIGHT.fullmatch(name))}
-    modules = [match[1] for match in found.values()]
+    weights = {name: match for name in parameters if (match := _WEIGHT.fullmatch(name))}
+    modules = [match[1] for match in weights.values()]
     if not modules:
         return dict(settings), []
-    left = [name for name in parameters if name not in found]
+    left = [name for name in parameters if name not in weights]
     together = list(dict.fromkeys([*targets, *modules]))
     return {**settings, "target_modules": together, "target_parameters": left or None}, modules
 

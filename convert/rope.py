@@ -53,18 +53,18 @@ def rope_settings(
     beside, synonyms = {"rope_theta": config.get("rope_theta", theta)}, _PHI3 if phi3 else _SYNONYMS
     if config.get("partial_rotary_factor") is not None:
         beside["partial_rotary_factor"] = config["partial_rotary_factor"]
-    found = [
+    spellings = [
         RopeSettings(field, beside | _named(_object(config, field, file), f"{file}: {field}", synonyms))
         for field in (OLD, NEW)
         if _object(config, field, file)
     ]
-    for field, values in found:
+    for field, values in spellings:
         for name, value in values.items():
             if name in _LAYERS or isinstance(value, dict):
                 raise unexpected(file, f"{field}.{shorten(name)}", "settings for all layers at once", value)
-    if len(found) == 2:
-        _agree(found[0].values, found[1].values, file, f"takes {OLD} alone, with what stands beside it")
-    settings = found[-1] if found else RopeSettings(OLD, beside | {"rope_type": "default"})
+    if len(spellings) == 2:
+        _agree(spellings[0].values, spellings[1].values, file, f"takes {OLD} alone, with what stands beside it")
+    settings = spellings[-1] if spellings else RopeSettings(OLD, beside | {"rope_type": "default"})
     if not phi3:
         _same_original(settings, config, file, positions)
     elif settings.values["rope_type"] == "longrope":
@@ -92,33 +92,33 @@ def rope_settings_by_layer(
     """
     given, scaling = _object(config, NEW, file), _object(config, OLD, file)
     bases = {FULL: config.get("rope_theta", theta), SLIDING: config.get("rope_local_base_freq", local_theta)}
-    found: dict[str, RopeSettings] = {}
+    settings: dict[str, RopeSettings] = {}
     for layers, base in bases.items():
         field = f"{NEW}.{layers}"
-        own = _object(given, layers, file, NEW) or {"rope_type": "default"}
-        values = {"rope_theta": base} | _named(own, f"{file}: {field}", _SYNONYMS)
+        named_settings = _object(given, layers, file, NEW) or {"rope_type": "default"}
+        values = {"rope_theta": base} | _named(named_settings, f"{file}: {field}", _SYNONYMS)
         if layers == FULL and scaling:
             # the default `rope_type` comes before a lone `type`, which transformers ignores here as well
-            added = {"rope_theta": base} | _named({**own, **scaling}, f"{file}: {OLD}", _SYNONYMS)
+            added = {"rope_theta": base} | _named({**named_settings, **scaling}, f"{file}: {OLD}", _SYNONYMS)
             if given.get(FULL):
                 _agree(added, values, file, f"adds {OLD} to {field}")
             field, values = OLD, added
         if config.get("partial_rotary_factor") is not None:
             values.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-        found[layers] = RopeSettings(field, values)
-        _same_original(found[layers], config, file, positions)
+        settings[layers] = RopeSettings(field, values)
+        _same_original(settings[layers], config, file, positions)
     beside = {name: value for name, value in given.items() if name not in _LAYERS and value is not None}
     named = _named(beside, f"{file}: {NEW}", _SYNONYMS)
     if not {"rope_type", "type"} & set(beside):
         del named["rope_type"]
     for name, value in named.items():  # transformers ignores them
-        took = found[FULL].values.get(name)
+        took = settings[FULL].values.get(name)
         if took != value:
             way_out = f"it takes no settings beside those for {FULL} and {SLIDING}: name these"
             raise unexpected(
                 file, f"{NEW}.{shorten(name)}", f"{shown(took)}, as transformers has it ({way_out})", value
             )
-    return found
+    return settings
 
 
 def _same_original(settings: RopeSettings, config: Mapping[str, Any], file: str, positions: int) -> None:

@@ -1,5 +1,6 @@
 """Model folders from a stream of weights: the way back from `convert.weights.stream`."""
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ import numpy as np
 
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, WEIGHT_FILES, open_checkpoint, write_config, write_shards
 from convert.errors import ConvertError, unexpected
-from convert.families import family_for
+from convert.families import Family, family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import Format, StackedTensor, format_of_tensor
 from convert.formats.declared import quantization_methods
@@ -58,47 +59,11 @@ def save(
     family = family_for(config)
     if (family.others or family.mixture) and origin is not None:
         family = family.named_as(open_checkpoint(origin).names)
-    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
-    places = _Places(rows)
-    seen: dict[str, Format | None] = {}  # None: a plain array
-    storage: list[tuple[str, str]] = []  # of packed tensors, the dtype that they decode to and that of their codes
-
-    def groups() -> Iterator[dict[str, np.ndarray]]:
-        for path, tensor in tensors:
-            row = rows.get(path)
-            if row is None or path in seen:
-                reason = f"no such path in the table of {family.model_type}" if row is None else "came twice"
-                raise ConvertError(f"{folder}: {path}: {reason}")
-            if tuple(tensor.shape) != row.shape:
-                raise unexpected(folder, f"{path}: shape", str(list(row.shape)), list(tensor.shape))
-            form = seen[path] = format_of_tensor(tensor)
-            if form is not None:
-                first = tensor.tensors[0] if isinstance(tensor, StackedTensor) else tensor
-                storage.append((first.dtype, first.storage_dtype))
-            yield from places.put(row, tensor, form)
-        if origin is not None and any(rule.copied for rule in family.ignored):
-            checkpoint = open_checkpoint(origin)
-            for name in checkpoint.names:
-                rule = family.ignores(name, checkpoint.config)
-                if rule is not None and rule.copied:
-                    yield {name: checkpoint.read(name)}
-
+    saved = _Saved(folder, family, family.specs(config))
     with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
-        write_shards(temporary, groups(), max_shard_bytes=max_shard_bytes)
-        missing = [path for path in rows if path not in seen]
-        if missing:
-            raise ConvertError(f"{folder}: expected all of the model's tensors, missing {', '.join(missing)}")
-        config = dict(config)
-        packed = [form for form in seen.values() if form is not None]
-        quantization = config.get("quantization_config")
-        if packed and quantization is None:
-            left = [path for path, row in rows.items() if row.kind in MODULES and seen[path] is None]
-            dtype, codes = storage[0]
-            config["quantization_config"] = packed[0].quantization_config(dtype, family.unquantized(left), codes)
-        elif (
-            not packed and isinstance(quantization, dict) and quantization.get("quant_method") in quantization_methods()
-        ):
-            del config["quantization_config"]
+        groups = itertools.chain(saved.groups(tensors), () if origin is None else _copied(family, origin))
+        write_shards(temporary, groups, max_shard_bytes=max_shard_bytes)
+        config = saved.config(config)
         if origin is not None:
             copy_side_files(origin, temporary)
         if origin is not None and config == original:
@@ -107,30 +72,59 @@ def save(
             write_config(temporary / CONFIG, config)
 
 
-class _Places:
+def _copied(family: Family, origin: Path) -> Iterator[dict[str, np.ndarray]]:
+    """A folder's tensors that the family ignores and derived folders get."""
+    if any(rule.copied for rule in family.ignored):
+        checkpoint = open_checkpoint(origin)
+        for name in checkpoint.names:
+            rule = family.ignores(name, checkpoint.config)
+            if rule is not None and rule.copied:
+                yield {name: checkpoint.read(name)}
+
+
+class _Saved:
     """Weights of the tree put into a checkpoint's tensors; those of a shared one wait for each other."""
 
-    def __init__(self, specs: Mapping[str, WeightSpec]):
-        self.tensors, self.waiting = tensors_of(specs.values()), {}
+    def __init__(self, folder: str | os.PathLike[str], family: Family, specs: Iterable[WeightSpec]):
+        self.folder, self.family = folder, family
+        self.specs: dict[str, WeightSpec] = {spec.path: spec for spec in specs}
+        self.tensors = tensors_of(self.specs.values())
+        self.waiting: dict[str, dict[str, Any]] = {}
+        self.formats: dict[str, Format | None] = {}  # of the weights so far; None: a plain array
+        self.storage: list[
+            tuple[str, str]
+        ] = []  # of packed ones, the dtype that they decode to and that of their codes
 
-    def put(self, spec: WeightSpec, values: Any, form: Format | None) -> Iterator[dict[str, np.ndarray]]:
-        """The tensors that are whole with a weight, in groups for one shard.
+    def groups(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
+        """The checkpoint's tensors, in groups for one shard; in the end all of the model's."""
+        for path, tensor in tensors:
+            spec = self.specs.get(path)
+            if spec is None or path in self.formats:
+                reason = f"no such path in the table of {self.family.model_type}" if spec is None else "came twice"
+                raise ConvertError(f"{self.folder}: {path}: {reason}")
+            if tuple(tensor.shape) != spec.shape:
+                raise unexpected(self.folder, f"{path}: shape", str(list(spec.shape)), list(tensor.shape))
+            form = self.formats[path] = format_of_tensor(tensor)
+            if form is not None:
+                first = tensor.tensors[0] if isinstance(tensor, StackedTensor) else tensor
+                self.storage.append((first.dtype, first.storage_dtype))
+            yield from self._put(spec, tensor, form)
+        missing = [path for path in self.specs if path not in self.formats]
+        if missing:
+            raise ConvertError(f"{self.folder}: expected all of the model's tensors, missing {', '.join(missing)}")
 
-        Args:
-            spec: The weight.
-            values: An array, or a packed weight.
-            form: Its format; None: an array.
-        """
+    def _put(self, spec: WeightSpec, values: Any, form: Format | None) -> Iterator[dict[str, np.ndarray]]:
+        """The tensors that are whole with a weight."""
         if spec.layout == APART:
-            parts = values.tensors if isinstance(values, StackedTensor) else values
-            for number, part in enumerate(parts):
-                yield self._written(expert_name(spec, number), part, form)
+            experts = values.tensors if isinstance(values, StackedTensor) else values
+            for number, expert in enumerate(experts):
+                yield self._written(expert_name(spec, number), expert, form)
             return
         tensor = self.tensors[spec.name]
         waiting = self.waiting.setdefault(spec.name, {})
         waiting[spec.path] = values
         if len(waiting) == len(tensor.weights):
-            shares = [self.waiting[spec.name][other.path] for other in tensor.weights]
+            shares = [waiting[other.path] for other in tensor.weights]
             del self.waiting[spec.name]
             if form is None:
                 yield self._written(spec.name, tensor.join([np.asarray(share) for share in shares]), form)
@@ -140,6 +134,19 @@ class _Places:
     @staticmethod
     def _written(name: str, values: Any, form: Format | None) -> dict[str, np.ndarray]:
         return {name: np.asarray(values)} if form is None else form.to_tensors(name, values)
+
+    def config(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json with the quantisation of these tensors."""
+        config, quantization = dict(given), given.get("quantization_config")
+        packed = next((form for form in self.formats.values() if form is not None), None)
+        if packed is not None and quantization is None:
+            left = [path for path, spec in self.specs.items() if spec.kind in MODULES and self.formats[path] is None]
+            dtype, codes = self.storage[0]
+            config["quantization_config"] = packed.quantization_config(dtype, self.family.unquantized(left), codes)
+        elif packed is None and isinstance(quantization, dict):
+            if quantization.get("quant_method") in quantization_methods():
+                del config["quantization_config"]
+        return config
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ _CHECK = 2**27  # bytes flushed and read back together
 _Range = tuple[int, int, int]  # offset, bytes, checksum
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """Some consecutive elements of a tensor.
 
     Attributes:
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     """
 
     outputs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-    run: Callable[[], Iterator[Part]]
+    run: Callable[[], Iterator[Chunk]]
     source: str | os.PathLike[str] = ""
 
 
@@ -143,7 +143,7 @@ class Shard:
         """Take over what an interrupted conversion made whole, if the file still has it; return the other jobs."""
         tensors = {name: info for name, info in self.layout.tensors.items() if info.nbytes}
         starts = {info.start: name for name, info in tensors.items()}
-        offsets, found = sorted(starts), dict.fromkeys(self.layout.tensors, 0)
+        offsets, sizes = sorted(starts), dict.fromkeys(self.layout.tensors, 0)
         parts: dict[_Range, str] = {}
         try:
             notes = [json.loads(line) for line in self.journal.read_text(encoding="utf-8").splitlines()]
@@ -151,19 +151,19 @@ class Shard:
                 name = starts.get(offsets[bisect.bisect(offsets, offset) - 1], "")
                 if tensors[name].start <= offset < tensors[name].start + tensors[name].nbytes:
                     parts[offset, size, checksum] = name
-                    found[name] += size
-            whole = {name for name, info in self.layout.tensors.items() if found[name] == info.nbytes}
-            kept = {name for job in jobs if whole.issuperset(job.outputs) for name in job.outputs}
-            self.parts = [part for part, name in parts.items() if name in kept]
+                    sizes[name] += size
+            whole = {name for name, info in self.layout.tensors.items() if sizes[name] == info.nbytes}
+            finished = {name for job in jobs if whole.issuperset(job.outputs) for name in job.outputs}
+            self.parts = [part for part, name in parts.items() if name in finished]
             if misread(self.descriptor, self.parts):
                 raise ValueError
-            self.nonfinite = sorted(kept.intersection(name for note in notes for name in note["nonfinite"]))
+            self.nonfinite = sorted(finished.intersection(name for note in notes for name in note["nonfinite"]))
         except (OSError, ValueError, TypeError, LookupError):
-            self.parts, kept = [], set()
+            self.parts, finished = [], set()
         self.journal.unlink(missing_ok=True)
         self._note(self.parts)
         self.counter.add(2 * sum(size for _, size, _ in self.parts))
-        return [job for job in jobs if not kept.issuperset(job.outputs)]
+        return [job for job in jobs if not finished.issuperset(job.outputs)]
 
     def _note(self, parts: Sequence[_Range]) -> None:
         with open(self.journal, "a", encoding="utf-8") as stream:

@@ -56,7 +56,7 @@ def check_apart(target: str | os.PathLike[str], *sources: str | os.PathLike[str]
     Raises:
         ConvertError: They overlap.
     """
-    place = Path(target).resolve()
+    resolved = Path(target).resolve()
     for source in sources:
-        if place == Path(source).resolve() or place in Path(source).resolve().parents:
+        if resolved == Path(source).resolve() or resolved in Path(source).resolve().parents:
             raise ConvertError(f"{target}: expected another folder than the one that is read, {source}, or above it")

@@ -15,7 +15,7 @@ MAX_DEPTH = 100
 """Objects and arrays within each other: what is read can be walked, written and shown by recursion."""
 
 MAX_DIGITS = 300
-"""Of an integer: it can be made a float without overflow, and written out in no time."""
+"""Digits of an integer, so that it is a float without overflow, and is written out in no time."""
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|[{}\[\]:]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -28,7 +28,7 @@ class Difference:
     Attributes:
         name: Its name in the checkpoint.
         shapes: In the first folder and the second.
-        formats: Likewise: "bfloat16", "nf4", …
+        formats: In the first folder and the second: "bfloat16", "nf4", …
         largest: Largest difference of two elements; NaN where only one is NaN, None if the shapes differ.
         relative: 2-norm of the difference over that of the first folder's tensor.
         scale: Largest magnitude in the first folder's tensor.
@@ -45,8 +45,8 @@ class Difference:
     def rounding(self) -> float:
         """Largest difference, over the largest magnitude, that another format of 4 or 8 bits makes; 0 without one."""
         kinds = [FORMATS[name] for name in self.formats if name in FORMATS]
-        found = sum(form.rounding for form in kinds) if self.formats[0] != self.formats[1] else 0.0
-        return found and found + _DECODED
+        rounding = sum(form.rounding for form in kinds) if self.formats[0] != self.formats[1] else 0.0
+        return rounding and rounding + _DECODED
 
     @property
     def fits(self) -> bool:
@@ -83,8 +83,8 @@ class Comparison:
     @property
     def largest(self) -> float:
         """The largest difference of all tensors; NaN if any is."""
-        found = [tensor.largest for tensor in self.tensors if tensor.largest is not None]
-        return float(np.max(found)) if found else 0.0
+        differences = [tensor.largest for tensor in self.tensors if tensor.largest is not None]
+        return float(np.max(differences)) if differences else 0.0
 
 
 def compare(

@@ -51,8 +51,8 @@ class Weights:
 
     def formats(self) -> list[Format]:
         """The formats of all weights, in the order of `FORMATS`."""
-        found = {self.format(path) for path in self.specs}
-        return [form for name, form in FORMATS.items() if name in found]
+        names = {self.format(path) for path in self.specs}
+        return [form for name, form in FORMATS.items() if name in names]
 
     def decoded_dtype(self, path: str) -> np.dtype:
         """The dtype of a weight's values: float32, bfloat16 or float16."""
@@ -260,9 +260,9 @@ def _check_names(weights: Weights) -> None:
         "tensors that it needs and that are missing": missing,
         "tensors of another shape or dtype": wrong,
     }
-    found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
-    if found:
-        raise ConvertError(f"{checkpoint.folder}: {'; '.join(found)}")
+    faults = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
+    if faults:
+        raise ConvertError(f"{checkpoint.folder}: {'; '.join(faults)}")
 
 
 def _check_copies(weights: Weights) -> None:
@@ -276,7 +276,7 @@ def _check_copies(weights: Weights) -> None:
         first, second = checkpoint.read(name), checkpoint.read(original)
         same = first.dtype == second.dtype and first.shape == second.shape
         if not same or not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
-            found = f"other values in {checkpoint.info(name).file.name}; set tie_word_embeddings to false to use both"
+            given = f"other values in {checkpoint.info(name).file.name}; set tie_word_embeddings to false to use both"
             raise ConvertError(
-                f"{checkpoint.folder}: {name}: expected {rule.reason} ({original}, as {CONFIG} says), got {found}"
+                f"{checkpoint.folder}: {name}: expected {rule.reason} ({original}, as {CONFIG} says), got {given}"
             )

@@ -200,9 +200,9 @@ class Family:
                 f"model_type: expected one with a class for scores ({_CLASSIFIER}) in transformers, got "
                 f"{self.model_type}, which has none"
             )
-        own = self.classifier or self.architecture.replace(_CAUSAL, _CLASSIFIER)
-        kept = {name: value for name, value in config.items() if name != "num_labels"}
-        return kept | {"architectures": [own], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        architecture = self.classifier or self.architecture.replace(_CAUSAL, _CLASSIFIER)
+        fields = {name: value for name, value in config.items() if name != "num_labels"}
+        return fields | {"architectures": [architecture], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
     @functools.cached_property
     def in_memory(self) -> "Family":
@@ -305,11 +305,11 @@ class Family:
         Returns:
             The projection's path, and the expert's number; None for other modules.
         """
-        found, mixture = _EXPERT.fullmatch(_text_name(name)), self.mixture
-        if found is None or mixture is None or mixture.layout == INTERLEAVED or found[3] not in mixture.projections:
+        matched, mixture = _EXPERT.fullmatch(_text_name(name)), self.mixture
+        if matched is None or mixture is None or mixture.layout == INTERLEAVED or matched[3] not in mixture.projections:
             return None
-        part = PROJECTIONS[mixture.projections.index(found[3])]
-        return WeightPath(int(found[1]), EXPERTS, part, ""), int(found[2])
+        part = PROJECTIONS[mixture.projections.index(matched[3])]
+        return WeightPath(int(matched[1]), EXPERTS, part, ""), int(matched[2])
 
     def unquantized(self, paths: Iterable[str]) -> list[str]:
         """Names of the unquantised modules of a quantised folder, for ``llm_int8_skip_modules``.
@@ -409,7 +409,7 @@ def nested(
         beside: Modules of the other parts.
         others: The same family under other names.
     """
-    own = tuple(dataclasses.replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
+    rules = tuple(dataclasses.replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
     return dataclasses.replace(
         family,
         model_type=model_type,
@@ -417,7 +417,7 @@ def nested(
         starts=starts,
         modules={starts[start]: modules.get(start, start) for start in starts},
         classifier=None,
-        ignored=(*own, *ignored),
+        ignored=(*rules, *ignored),
         beside=beside,
         others=others,
     )

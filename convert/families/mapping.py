@@ -37,17 +37,17 @@ def read_config(config: Mapping[str, Any], *, where: str = "config.json") -> Mod
     text = family.text_config(config, where)
     if family.section is None:
         return _read(family, text, where)
-    found = _read(family, text, f"{where}: {family.section}")
-    tied = config.get("tie_word_embeddings", found.tie_word_embeddings)
-    if tied != found.tie_word_embeddings:
+    model = _read(family, text, f"{where}: {family.section}")
+    tied = config.get("tie_word_embeddings", model.tie_word_embeddings)
+    if tied != model.tie_word_embeddings:
         raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {family.section}, got {shown(tied)}")
-    if found.final_logit_softcapping is not None:  # transformers caps the text model's logits alone
-        given = found.final_logit_softcapping
+    if model.final_logit_softcapping is not None:  # transformers caps the text model's logits alone
+        given = model.final_logit_softcapping
         raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
     _check_scored(family, config, where)
     outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
-    return found
+    return model
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -56,7 +56,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def with_score(config: ModelConfig) -> ModelConfig:
-    """The same decoder with one score of each place in the place of logits.
+    """A decoder with one score of each place in the place of logits.
 
     Raises:
         ConvertError: transformers has no such class of the family.

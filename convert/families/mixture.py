@@ -73,11 +73,11 @@ class Mixture:
 
     def _experts(self) -> tuple[Row, ...]:
         rows = []
-        for part, own in zip(PROJECTIONS, self.projections, strict=True):
+        for part, name_in_files in zip(PROJECTIONS, self.projections, strict=True):
             dims, group, together = _EXPERTS[part]
             for leaf, kind, axes in (("weight", "experts", dims), ("bias", "bias", dims[:2])):
                 if self.layout == APART:
-                    name = f"{self.block}.experts.{{x}}.{own}.{leaf}"
+                    name = f"{self.block}.experts.{{x}}.{name_in_files}.{leaf}"
                 else:
                     name = f"{self.block}.experts.{together}{'' if leaf == 'weight' else '_bias'}"
                 when = None if leaf == "weight" else "experts bias"

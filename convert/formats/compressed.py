@@ -77,7 +77,7 @@ class Compressed(Format):
         return super().declares(quantization) and (*kind, self.kind[2] and strategy) == self.kind
 
     def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
-        """As `check_settings`."""
+        """Refuse settings with `check_settings`."""
         check_settings(quantization, file)
 
 
@@ -97,7 +97,7 @@ def part(stored: Stored, suffix: str, first: int, last: int) -> np.ndarray:
 
 
 def misfits(stored: Stored, expected: Mapping[str, tuple[Sequence[str], Sequence[tuple[int, ...]]]]) -> str | None:
-    """What is wrong with the tensors of a weight; None if nothing is.
+    """The fault of a weight's tensors, in words; None without one.
 
     Args:
         stored: The weight.

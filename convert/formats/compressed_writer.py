@@ -12,7 +12,7 @@ from convert.errors import unexpected
 from convert.finite import is_finite, nonfinite, not_in
 from convert.formats.compressed import METHOD
 from convert.formats.format import Values, Writer
-from convert.shard import Job, Part
+from convert.shard import Chunk, Job
 
 _TOKEN = {"symmetric": True, "dynamic": True, "strategy": "token"}
 #: Format of inputs -> ``input_activations``; each token has scales of its own.
@@ -90,7 +90,7 @@ class CompressedWriter(Writer, abc.ABC):
         def wide(block: Block) -> np.ndarray:
             return values.rounded(block).astype(np.float32, copy=False)
 
-        def run() -> Iterator[Part]:
+        def run() -> Iterator[Chunk]:
             top = np.float32(0)
             for every in (blocks, *peers) if self.whole else ():
                 for block in every():
@@ -98,14 +98,14 @@ class CompressedWriter(Writer, abc.ABC):
             if not np.isfinite(top):
                 raise refused
             for suffix, array in self.once(shape, dtype, top).items():
-                yield Part(name + suffix, 0, array.reshape(-1))
+                yield Chunk(name + suffix, 0, array.reshape(-1))
             done = dict.fromkeys(outputs, 0)
             for _, flat in whole_groups(blocks(), self.rows_together * shape[1]):
                 rows = wide(flat).reshape(-1, shape[1])
                 if not is_finite(rows):
                     raise refused
                 for suffix, array in self.encoded(rows, dtype, top).items():
-                    yield Part(name + suffix, done[name + suffix], array.reshape(-1))
+                    yield Chunk(name + suffix, done[name + suffix], array.reshape(-1))
                     done[name + suffix] += array.size
 
         return Job(outputs, run, source)

@@ -40,7 +40,7 @@ class Int8Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.codes.shape
 
 

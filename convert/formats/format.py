@@ -1,4 +1,4 @@
-"""What a weight's format on disk must tell: how to recognise, read, decode and write it.
+"""The interface of a weight's format on disk: how it is recognised, read, decoded and written.
 
 A format is one subclass of `Format` and one row of `convert.formats.FORMATS`; loading, merging, quantising, comparing
 and inspecting folders know no more of it than this.
@@ -50,7 +50,7 @@ class StackedTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded weight, [X, out, in]."""
+        """Shape of the decoded weight, [X, out, in]."""
         return len(self.tensors), *self.tensors[0].shape
 
 
@@ -91,7 +91,7 @@ class Values(NamedTuple):
 
 
 class Writer:
-    """What writes weights in a format.
+    """A writer of weights in one format.
 
     Attributes:
         name: Its key in `FORMATS`, of one that is read too, or in `WRITERS`: "int4-128".
@@ -192,7 +192,7 @@ class Format(Writer, abc.ABC):
 
     @abc.abstractmethod
     def decoded_dtype(self, stored: Stored) -> np.dtype:
-        """Of the values: float32, bfloat16 or float16."""
+        """Dtype of the values: float32, bfloat16 or float16."""
 
     @abc.abstractmethod
     def read(self, stored: Stored) -> Any:

@@ -58,7 +58,7 @@ class FP8Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.codes.shape
 
 

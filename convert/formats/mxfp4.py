@@ -34,7 +34,7 @@ class MXFP4Tensor(NamedTuple):
 
     Attributes:
         codes: uint8 [X, out, in / 32, 16], without X for a matrix, the even element in the low nibble.
-        scales: uint8 [X, out, in / 32], likewise, E8M0.
+        scales: uint8 [X, out, in / 32], without X for a matrix, E8M0.
         dtype: Of the decoded weight, "bfloat16", "float16" or "float32".
     """
 
@@ -44,13 +44,13 @@ class MXFP4Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded weight, [X, out, in] or [out, in]."""
+        """Shape of the decoded weight, [X, out, in] or [out, in]."""
         *rows, blocks = self.scales.shape
         return *rows, blocks * BLOCK
 
     @property
     def storage_dtype(self) -> str:
-        """Of the codes' bytes in files."""
+        """Dtype of the codes' bytes in files."""
         return "uint8"
 
     def turns(self, number: int, count: int) -> "MXFP4Tensor":

@@ -42,7 +42,7 @@ QUANT_STATE = ".quant_state.bitsandbytes__nf4"
 SUFFIXES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", QUANT_STATE)
 
 BRANCHES = 16
-"""Of the tree in which scales are added up."""
+"""Branches at each node of the tree in which scales are added up."""
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _BOUNDS = (NF4_MAP[:-1] + NF4_MAP[1:]) / np.float32(2)
@@ -272,7 +272,7 @@ def read_state(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str
     Args:
         raw: Its JSON.
         file: Where it comes from, for messages.
-        field: Its tensor's name, likewise.
+        field: Its tensor's name, for messages.
 
     Raises:
         ConvertError: No such JSON, or fields that are missing or wrong.

@@ -19,7 +19,7 @@ from convert.formats import nf4
 from convert.formats.dynamic import dynamic_map
 from convert.formats.format import Format, Stored, Values
 from convert.formats.nf4 import NF4Tensor
-from convert.shard import Job, Part
+from convert.shard import Chunk, Job
 from convert.tensor_file import read_range
 
 _OFFSET_LENGTH = 24
@@ -94,7 +94,7 @@ class _NF4(Format):
         if self.nested:  # as long as the longest offset
             outputs[state] = np.dtype(np.uint8), (len(sample[state]) + _OFFSET_LENGTH - len("0.0"),)
 
-        def run() -> Iterator[Part]:
+        def run() -> Iterator[Chunk]:
             scales = []
             for first, flat in whole_groups(blocks(), nf4.BLOCK):
                 rounded = values.rounded(flat)
@@ -102,12 +102,12 @@ class _NF4(Format):
                     raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
                 part = nf4.encode(rounded)
                 scales.append(part.absmax)
-                yield Part(name, first // 2, part.codes)
+                yield Chunk(name, first // 2, part.codes)
             tensor = dataclasses.replace(empty, absmax=np.concatenate(scales))
             for key, array in self._with_scales(name, tensor).items():
                 if key == state and self.nested:
                     array = np.concatenate([array, np.full(outputs[state][1][0] - len(array), ord(" "), np.uint8)])
-                yield Part(key, 0, np.ascontiguousarray(array).reshape(-1))
+                yield Chunk(key, 0, np.ascontiguousarray(array).reshape(-1))
 
         return Job(outputs, run, source)
 

@@ -47,7 +47,7 @@ class NVFP4Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the decoded weight, [out, in]."""
+        """Shape of the decoded weight, [out, in]."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
 

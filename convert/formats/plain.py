@@ -8,7 +8,7 @@ import numpy as np
 from convert.blocks import Block, array_blocks
 from convert.checkpoint import CONFIG
 from convert.formats.format import Format, Stored, Values
-from convert.shard import Job, Part
+from convert.shard import Chunk, Job
 from convert.tensor_file import DTYPES, read_range
 
 
@@ -50,11 +50,11 @@ class _Plain(Format):
         return array_blocks(stored.name, stored.info)
 
     def job(self, values: Values) -> Job:
-        def run() -> Iterator[Part]:
+        def run() -> Iterator[Chunk]:
             first = 0
             for block in values.blocks():
                 flat = values.rounded(block).reshape(-1)
-                yield Part(values.name, first, flat)
+                yield Chunk(values.name, first, flat)
                 first += flat.size
 
         return Job({values.name: (values.dtype, values.shape)}, run, values.source)

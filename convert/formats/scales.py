@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 SMALLEST = np.float32(2.0**-90)
-"""Of scales that are kept."""
+"""Least scale that is kept."""
 
 
 def divided(largest: Float[np.ndarray, "..."], steps: float, dtype: np.dtype) -> Float[np.ndarray, "..."]:

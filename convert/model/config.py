@@ -28,7 +28,7 @@ class ModelConfig:
         norm_offset: added to a normalisation's scale.
         norm_float32: whether normalised values are rounded only after the scale.
         attention_norms: names of the normalisations before and after the attention, or None.
-        mlp_norms: likewise.
+        mlp_norms: names of the normalisations before and after the MLP, or None.
         parallel_block: whether attention and MLP read the same input and are added at once.
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "heads" (a scale for each),
             "projection" (all heads together), or None.
@@ -39,14 +39,14 @@ class ModelConfig:
         local_rope: those of windowed layers, where they differ.
         rope_interleaved: whether rotary pairs are neighbours, not one feature of each half.
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
-        final_logit_softcapping: likewise the logits.
+        final_logit_softcapping: logits become cap · tanh(logit / cap).
         attention_sinks: whether each head has a logit of no key in the softmax's denominator.
         moe: the mixture of experts of layers that have one.
         swiglu_limit: of hidden_act "clamped_swiglu", (up + 1) · gate · sigmoid(alpha · gate): the gate's largest value,
             and up's largest magnitude.
-        swiglu_alpha: likewise.
+        swiglu_alpha: factor of the gate in its sigmoid, there.
         attention_dropout: dropout probability of attention weights in training.
-        residual_dropout: likewise of the elements of attention's and MLP's outputs.
+        residual_dropout: dropout probability of the elements of attention's and MLP's outputs in training.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of attention's and MLP's outputs.
         logit_scale: factor of the logits.
@@ -140,8 +140,8 @@ class ModelConfig:
     def group_of(self, module: WeightPath) -> Group:
         """The group of a layer's projection."""
         assert module.layer is not None
-        found = (group for group in self.groups(module.layer).values() if group.block == module.block)
-        return next(group for group in found if module.part in dict(group.parts))
+        candidates = (group for group in self.groups(module.layer).values() if group.block == module.block)
+        return next(group for group in candidates if module.part in dict(group.parts))
 
     @functools.cached_property
     def _kinds(self) -> dict[Layer, tuple[tuple[WeightSpec, ...], dict[str, Group]]]:

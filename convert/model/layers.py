@@ -37,7 +37,7 @@ class Attention:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As of `Mixer`: none, a `ModelConfig` has all."""
+        """None: a `ModelConfig` has all dimensions."""
         return {}
 
 

@@ -96,7 +96,7 @@ class WeightPath(str):
         return WeightPath(self.layer, self.block, self.part, leaf)
 
     def in_layer(self, layer: int | None) -> "WeightPath":
-        """The same array of another layer."""
+        """Path of this array in another layer."""
         return WeightPath(layer, self.block, self.part, self.leaf)
 
 

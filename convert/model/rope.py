@@ -66,7 +66,7 @@ class RopeConfig:
         truncate: "yarn": whole pairs as bounds of the ramp between the two.
         attention_factor: factor of cosines and sines.
         short_factor: of "longrope", one number per pair.
-        long_factor: likewise.
+        long_factor: of "longrope", one number per pair.
         partial_rotary_factor: rotated share of each head's features, the first ones.
         query_beta: rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original length⌋), as in
             Llama 4; None: by 1.
@@ -164,15 +164,20 @@ def parse_rope(
         raise _wrong(where, f"{field}.high_freq_factor", expected, values["high_freq_factor"])
     share = 1.0 if partial is None else float(partial)
     rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, positions))
+    _check_pairs(rope, head_dim, where, field)
+    return rope
+
+
+def _check_pairs(rope: RopeConfig, head_dim: int, where: str, field: str) -> None:
+    """Refuse too few turning features a head, and lists of another length."""
     turning = rope.base_dim(head_dim)
-    least = 4 if kind == "dynamic" else 2  # its base grows with a power of turning / (turning - 2)
+    least = 4 if rope.kind == "dynamic" else 2  # its base grows with a power of turning / (turning - 2)
     if turning < least:
         raise ConvertError(f"{where}: expected a number of turning features a head of {least} or more, got {turning}")
-    for name in _LISTS if kind == "longrope" else ():
+    for name in _LISTS if rope.kind == "longrope" else ():
         pairs, given = rope.rotary_dim(head_dim) // 2, len(getattr(rope, name))
         if given != pairs:
             raise ConvertError(f"{where}: {field}.{name}: expected {pairs} numbers, got {given}")
-    return rope
 
 
 def _without_effect(kind: str, name: str, value: Any, positions: int) -> bool:

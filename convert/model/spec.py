@@ -94,7 +94,7 @@ class Row(NamedTuple):
         path: its path; in layer 0 if it is in a layer.
         dims: its dimensions, keys of `AXES`, whose sizes are those of `dimensions` and `MoeConfig.sizes`.
         kind: as in `WeightSpec`.
-        group: likewise.
+        group: as in `WeightSpec`.
         when: the config's flag for the tensor; None: it always exists.
         ffn: the feed-forward part of the layers that have it; None: either.
         layout: as in `WeightSpec`.
@@ -210,23 +210,23 @@ class Group(NamedTuple):
         """Output rows of all parts."""
         return sum(rows for _, rows in self.parts)
 
-    def place(self, part: str) -> tuple[int, slice]:
-        """A part's number and its rows."""
+    def part_rows(self, part: str) -> slice:
+        """The rows of a part."""
         start = 0
-        for number, (name, rows) in enumerate(self.parts):
+        for name, rows in self.parts:
             if name == part:
-                return number, slice(start, start + rows)
+                return slice(start, start + rows)
             start += rows
         raise KeyError(part)
 
 
 def groups(specs: Sequence[WeightSpec]) -> dict[str, Group]:
     """The projections of one layer, group -> its parts, in the order of the computation."""
-    found: dict[str, list[WeightSpec]] = {}
+    by_group: dict[str, list[WeightSpec]] = {}
     for spec in specs:
         if spec.group is not None:
-            found.setdefault(spec.group, []).append(spec)
-    return {group: _group(group, members) for group, members in found.items()}
+            by_group.setdefault(spec.group, []).append(spec)
+    return {group: _group(group, members) for group, members in by_group.items()}
 
 
 def _group(group: str, members: Sequence[WeightSpec]) -> Group:

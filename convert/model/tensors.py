@@ -63,18 +63,18 @@ class TensorSpec(NamedTuple):
 
 def tensors_of(specs: Iterable[WeightSpec]) -> dict[str, TensorSpec]:
     """The tensors of a checkpoint with some weights, by name, in the order of the weights."""
-    found: dict[str, TensorSpec] = {}
+    tensors: dict[str, TensorSpec] = {}
     for spec in specs:
         if spec.layout == WHOLE:
-            found[spec.name] = TensorSpec(spec.name, spec.shape, (spec,))
+            tensors[spec.name] = TensorSpec(spec.name, spec.shape, (spec,))
         elif spec.layout == APART:
             for expert in range(spec.shape[0]):
                 name = expert_name(spec, expert)
-                found[name] = TensorSpec(name, spec.shape[1:], (spec,), expert)
+                tensors[name] = TensorSpec(name, spec.shape[1:], (spec,), expert)
         else:
-            before = found[spec.name].weights if spec.name in found else ()
-            found[spec.name] = _together((*before, spec))
-    return found
+            before = tensors[spec.name].weights if spec.name in tensors else ()
+            tensors[spec.name] = _together((*before, spec))
+    return tensors
 
 
 def expert_name(spec: WeightSpec, expert: int) -> str:

@@ -107,7 +107,7 @@ def _build_adapters(
         if module in alone:
             return dequantize(array_at(layer, module.inside.with_leaf("weight")), jnp.float32)
         group = config.group_of(module)
-        return dequantize(array_at(layer, group.path), jnp.float32)[group.place(module.part)[1]]
+        return dequantize(array_at(layer, group.path), jnp.float32)[group.part_rows(module.part)]
 
     def dtype(module: WeightPath) -> jnp.dtype:
         return model.precision.weight_dtype(module, trained=True)

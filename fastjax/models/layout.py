@@ -73,7 +73,7 @@ def split_layer(layer: Mapping[str, Any], config: ModelConfig, index: int) -> di
     arrays = {path: array_at(layer, path) for path in _alone(config, index)}
     for group in config.groups(index).values():
         for part, _ in group.parts:
-            here = group.place(part)[1]
+            here = group.part_rows(part)
             arrays[WeightPath(None, group.block, part)] = rows_of(array_at(layer, group.path), here)
             if group.bias:
                 bias = array_at(layer, group.path.with_leaf("bias"))

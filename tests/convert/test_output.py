@@ -16,7 +16,7 @@ import pytest
 from convert import shard, unfinished
 from convert.checkpoint import open_checkpoint, write_config
 from convert.errors import ConvertError
-from convert.output import Job, Part, write_folder
+from convert.output import Chunk, Job, write_folder
 
 
 def job(name, size=1000, *, fail=None, made=None):
@@ -27,7 +27,7 @@ def job(name, size=1000, *, fail=None, made=None):
         for first in range(0, size, 300):
             if fail is not None:
                 raise fail
-            yield Part(name, first, values[first : first + 300])
+            yield Chunk(name, first, values[first : first + 300])
 
     return Job({name: (np.dtype(np.float32), (size,))}, run)
 
@@ -198,10 +198,10 @@ def test_faults_of_jobs(tmp_path):
         write(tmp_path / "out", [job("t1"), job("t1")])
     with pytest.raises(RuntimeError, match="stop"):
         write(tmp_path / "a", [*five(), job("t9", fail=RuntimeError("stop"))])
-    short = Job({"t": (np.dtype(np.float32), (9,))}, lambda: iter([Part("t", 0, np.zeros(8, np.float32))]))
+    short = Job({"t": (np.dtype(np.float32), (9,))}, lambda: iter([Chunk("t", 0, np.zeros(8, np.float32))]))
     with pytest.raises(ConvertError, match="not every tensor was made whole"):
         write(tmp_path / "b", [short])
-    wrong = Job({"t": (np.dtype(np.float32), (9,))}, lambda: iter([Part("t", 0, np.zeros(9, np.float64))]))
+    wrong = Job({"t": (np.dtype(np.float32), (9,))}, lambda: iter([Chunk("t", 0, np.zeros(9, np.float64))]))
     with pytest.raises(ConvertError, match="t: made as float64, planned as float32"):
         write(tmp_path / "c", [wrong])
 

@@ -1,6 +1,7 @@
 """One description of every weight, from which the layers' groups follow."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -69,10 +70,9 @@ def test_groups_hold_every_projection_once(family):
         experts = {"mlp.experts.gate_up", "mlp.experts.down"} if config.moe and config.moe.bias else set()
         assert biased == config.biases & set(groups) | experts
         for group in groups.values():
-            places = [group.place(part) for part, _ in group.parts]
-            assert [number for number, _ in places] == list(range(len(places)))
-            assert places[0][1].start == 0 and places[-1][1].stop == group.rows
-            assert all(first.stop == second.start for (_, first), (_, second) in zip(places, places[1:], strict=False))
+            rows = [group.part_rows(part) for part, _ in group.parts]
+            assert rows[0].start == 0 and rows[-1].stop == group.rows
+            assert all(first.stop == second.start for first, second in itertools.pairwise(rows))
         modules = [spec.path.in_layer(layer) for spec in specs if spec.kind in ("matrix", "experts")]
         assert all(path.part in dict(config.group_of(path).parts) for path in modules)
 
