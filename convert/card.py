@@ -56,12 +56,7 @@ def write_card(
     settings = {name: getattr(adapter.config, name) for name in _SHOWN}
     shown = {name: value for name, value in settings.items() if value not in (None, False, {}, [])}
     lines = [
-        "---",
-        *([f"base_model: {named}"] if _is_name(str(named)) else []),
-        "library_name: transformers",
-        f"pipeline_tag: {'text-classification' if adapter.config.task_type == SCORED else 'text-generation'}",
-        "---",
-        "",
+        *_front_matter(str(named), adapter.config, "transformers"),
         f"# {Path(str(named)).name}, fine-tuned",
         "",
         f"{Path(str(named)).name}{revision} with a LoRA adapter merged into it, in float32, by fastjax.",
@@ -94,19 +89,9 @@ def write_adapter_card(folder: Path, adapter: AdapterConfig, over: TrainedOver |
     if earlier.is_file() and _MARK not in earlier.read_text("utf-8", errors="replace"):
         return
     named = adapter.base_model_name_or_path or ""
-    task = "text-classification" if adapter.task_type == SCORED else "text-generation"
-    base = _is_name(named)
+    tags = ["tags:", *([f"- base_model:adapter:{named}"] if _is_name(named) else []), "- lora", "- transformers"]
     lines = [
-        "---",
-        *([f"base_model: {named}"] if base else []),
-        "library_name: peft",
-        f"pipeline_tag: {task}",
-        "tags:",
-        *([f"- base_model:adapter:{named}"] if base else []),
-        "- lora",
-        "- transformers",
-        "---",
-        "",
+        *_front_matter(named, adapter, "peft", tags),
         f"# {Path(named).name or 'An adapter'}, fine-tuned",
         "",
         f"{_MARK} Trained over {'a base that is not known' if over is None else f'`{over.told}`'}.",
@@ -119,6 +104,12 @@ def write_adapter_card(folder: Path, adapter: AdapterConfig, over: TrainedOver |
             f"--base_in_nf4{skip}`",
         ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _front_matter(base: str, adapter: AdapterConfig, library: str, tags: Sequence[str] = ()) -> list[str]:
+    task = "text-classification" if adapter.task_type == SCORED else "text-generation"
+    named = [f"base_model: {base}"] if _is_name(base) else []
+    return ["---", *named, f"library_name: {library}", f"pipeline_tag: {task}", *tags, "---", ""]
 
 
 def _is_name(base: str) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from convert.blocks import Blocks, copied
-from convert.checkpoint import CONFIG
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.formats import FORMATS, Values, Writer
 from convert.model.paths import HEAD, TABLES
@@ -70,7 +69,7 @@ class Conversion:
             if tensor is not None and target is not None:
                 yield self._job(tensor, target)
                 continue
-            rule = weights.family.ignores(name, weights.checkpoint.config, weights.checkpoint.folder / CONFIG)
+            rule = weights.ignored(name)
             if rule is not None and rule.same_as is not None and stale:
                 continue  # a copy of a table that has changed
             self.copied += 1

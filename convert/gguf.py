@@ -102,10 +102,10 @@ def export_gguf(
         raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
     refuse_scored(weights)
-    plan = _Plan(gguf, weights, type, skip)
-    header = _header(gguf, plan, read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer))
-    sizes = plan.sizes()
-    jobs = [plan.job(name, size, allow_nonfinite) for name, size in sizes.items()]
+    contents = _Contents(gguf, weights, type, skip)
+    header = _header(gguf, contents, read_vocabulary(weights.checkpoint.folder, contents.rows, pre_tokenizer))
+    sizes = contents.sizes()
+    jobs = [contents.job(name, size, allow_nonfinite) for name, size in sizes.items()]
     layout = _lay_out(target, header, sizes, gguf.GGUF_DEFAULT_ALIGNMENT)
     settings = [type, list(skip), pre_tokenizer, allow_nonfinite]
     progress = write_files(
@@ -114,23 +114,23 @@ def export_gguf(
         {"source": fingerprint(source), "format": _FORMAT, "settings": settings, "header": zlib.crc32(header)},
         finish=lambda folder: None,
         force=force,
-        allow=True,  # of the values, which `_Plan` checks
+        allow=True,  # of the values, which `_Contents` checks
         monitor=monitor,
     )
-    kinds = [kind.name for _, kind, _ in plan.tensors.values()]
+    kinds = [kind.name for _, kind, _ in contents.tensors.values()]
     types = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    return Exported(file, types, target.stat().st_size, tuple(plan.notes), progress.tensors)
+    return Exported(file, types, target.stat().st_size, tuple(contents.notes), progress.tensors)
 
 
-def _header(gguf: Any, plan: "_Plan", vocabulary: Mapping[str, Any]) -> bytes:
+def _header(gguf: Any, contents: "_Contents", vocabulary: Mapping[str, Any]) -> bytes:
     """The bytes before the tensors' data."""
     with tempfile.TemporaryDirectory() as folder:
-        writer = gguf.GGUFWriter(Path(folder) / "header", plan.name)
+        writer = gguf.GGUFWriter(Path(folder) / "header", contents.name)
         try:
-            plan.add_metadata(writer)
+            contents.add_metadata(writer)
             for key, value in vocabulary.items():
                 getattr(writer, f"add_{key}")(value)
-            plan.add_tensors(writer)
+            contents.add_tensors(writer)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
@@ -160,7 +160,7 @@ def require_gguf() -> Any:
         raise ConvertError("the gguf library is missing: pip install 'fastjax[gguf]'") from None
 
 
-class _Plan:
+class _Contents:
     """Type and source of each tensor in the file, and the model's metadata."""
 
     def __init__(self, gguf: Any, weights: Weights, type: str, skip: Sequence[str]):

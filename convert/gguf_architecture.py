@@ -3,6 +3,7 @@
 `convert.families.gguf.Architecture` lists what llama.cpp fixes; a deviation is refused by the field's name.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,9 @@ from convert.errors import unexpected
 from convert.families import FAMILIES, Family
 from convert.families.gguf import Architecture
 from convert.families.mapping import read_config
-from convert.gguf_rope import rope_keys
 from convert.model.config import ModelConfig
 from convert.model.reader import FULL, SLIDING, Reader
+from convert.model.rope import RopeConfig
 
 ARCHITECTURES = {name: family.gguf for name, family in FAMILIES.items() if isinstance(family.gguf, Architecture)}
 
@@ -57,7 +58,7 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
     model, get = read_config(config, where=file), family.reader(config, file)
     length = get.integer("model_max_length", model.max_position_embeddings)
     _check(architecture, family, model, get)
-    rope, tensors = rope_keys(architecture, model, file)
+    rope, tensors = _rope_keys(architecture, model, file)
     windows, notes = _windows(architecture, model, get, length)
     keys = {
         "context_length": length,
@@ -148,3 +149,57 @@ def _windows(
     if window is not None and window < length:
         notes.append(f"llama.cpp leaves out the window of {window} tokens: longer texts come out otherwise")
     return {"sliding_window": window or 0} if architecture.window else {}, notes
+
+
+def _rope_keys(
+    architecture: Architecture, model: ModelConfig, file: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Keys and float32 tensors of rotary positions, among them llama.cpp's divisors of the frequencies."""
+    rope, local = model.rope, model.local_rope
+    if rope.kind not in architecture.scalings:
+        raise unexpected(
+            file, "rope_type", f"one of {', '.join(architecture.scalings)} for GGUF of {architecture.name}", rope.kind
+        )
+    plain = RopeConfig(rope.theta, rope.kind)
+    beyond = ("beta_fast", "beta_slow", "truncate")
+    others = sorted(name for name in beyond if getattr(rope, name) != getattr(plain, name))
+    if rope.kind == "yarn" and rope.attention_factor != 0.1 * math.log(max(rope.factor, 1.0)) + 1.0:
+        others.append("attention_factor")
+    if others:
+        raise unexpected(file, "rope", "no other settings, for GGUF", others)
+    keys: dict[str, Any] = {
+        "rope_dimension_count": rope.rotary_dim(model.head_dim),
+        "rope_freq_base": rope.theta,
+    }
+    if local is not None:
+        if local.kind != "default":
+            raise unexpected(file, "the windows' rope_type", "'default', for GGUF", local.kind)
+        keys["rope_freq_base_swa"] = local.theta
+    if rope.base_dim(model.head_dim) % 2:
+        raise unexpected(
+            file, "partial_rotary_factor", "an even number of turning features, for GGUF", rope.partial_rotary_factor
+        )
+    original = rope.original_max_position_embeddings
+    if rope.kind in ("linear", "yarn"):
+        keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
+        if original is not None:
+            keys["rope_scaling_orig_ctx_len"] = original
+    elif architecture.scaling_named:
+        keys["rope_scaling_type"] = "none"
+    if architecture.original:
+        keys["rope_scaling_orig_ctx_len"] = original or model.max_position_embeddings
+    if rope.kind == "longrope":
+        keys["rope_scaling_attn_factors"] = rope.attention_factor
+        divisors = {"long": rope.long_factor, "short": rope.short_factor}
+        return keys, {f"rope_factors_{name}.weight": np.array(of, np.float32) for name, of in divisors.items()}
+    return keys, {"rope_freqs.weight": _divisors(rope, model.head_dim)} if rope.kind == "llama3" else {}
+
+
+def _divisors(rope: RopeConfig, head_size: int) -> np.ndarray:
+    """Divisors of Llama 3.1's scaling."""
+    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    assert original is not None and low is not None and high is not None, "llama3 has all of these"
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_size, 2) / head_size)
+    turns = original * frequencies / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)

@@ -151,10 +151,9 @@ def _totals(tensors: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
 
 
 def _ignored(weights: Weights) -> dict[str, str]:
-    file = weights.checkpoint.folder / CONFIG
     reasons = {}
     for name, tensor in weights.in_files():
-        rule = None if tensor else weights.family.ignores(name, weights.checkpoint.config, file)
+        rule = None if tensor else weights.ignored(name)
         if rule is not None:
             reasons[name] = rule.reason
     return dict(sorted(reasons.items()))

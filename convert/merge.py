@@ -148,7 +148,7 @@ class _Merge:
             raise unexpected(folder, "dtype", expected, dtype)
         self.trained = QuantizationAware.read(adapter.folder)
         self.writer = None if scheme is None else writer_for(scheme, activations, self.trained, folder)
-        self.plan = Conversion(
+        self.conversion = Conversion(
             weights,
             self.changes,
             dtype=None if scheme is not None else dtype,
@@ -157,9 +157,9 @@ class _Merge:
             skipped=self.skipped,
         )
         for name, value in {"skip": list(skip), "activations": activations}.items():
-            if value and self.plan.packed:
+            if value and self.conversion.packed:
                 raise unexpected(folder, name, f"{_NOTHING[name]} of a base that is in {dtype} already", value)
-        self.config = self.plan.config(config)
+        self.config = self.conversion.config(config)
         self.ends = missing_ends(self.base, end_tokens(adapter.folder))
         self.notes = self._notes()
 
@@ -177,9 +177,9 @@ class _Merge:
             "settings": [self.dtype, self.base_in_nf4, list(self.skip), served, self.recipe, settings],
             "config": self.config,
         }
-        written = write_folder(self.folder, self.plan.jobs, made_from=made_from, finish=self._finish, **write)
+        written = write_folder(self.folder, self.conversion.jobs, made_from=made_from, finish=self._finish, **write)
         untied, vocabulary = self.changes.untied, self.changes.vocabulary
-        return Merged(written, self.plan.changed, self.plan.copied, untied, vocabulary, tuple(self.notes))
+        return Merged(written, self.conversion.changed, self.conversion.copied, untied, vocabulary, tuple(self.notes))
 
     def _finish(self, folder: Path) -> None:
         """Write config.json, tokenizer, model card and the like into the folder."""
@@ -226,7 +226,12 @@ class _Merge:
         if self.ends:
             names = ", ".join(map(str, self.ends))
             notes.append(f"generation_config.json names {names} too, at which learnt answers end")
-        if self.trained is not None and self.dtype is not None and self.writer is not None and not self.plan.packed:
+        if (
+            self.trained is not None
+            and self.dtype is not None
+            and self.writer is not None
+            and not self.conversion.packed
+        ):
             differences = self.trained.differences(self.dtype, self.writer.activations, self.skip)
             notes += [f"{adapter.folder.name} was {each}" for each in differences]
         return notes

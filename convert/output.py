@@ -141,7 +141,7 @@ class Progress(NamedTuple):
 def write_files(
     state: Unfinished,
     files: Mapping[str, tuple[Layout, Sequence[Job]]],
-    plan: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     *,
     finish: Callable[[Path], None],
     force: bool,
@@ -153,7 +153,7 @@ def write_files(
     Args:
         state: The target.
         files: Name -> layout, and what makes its tensors.
-        plan: Fingerprints of the inputs, as JSON.
+        inputs: Fingerprints of the inputs, as JSON.
         finish: Called with the unfinished folder, before it gets its name.
         force: Replace what is there.
         allow: Write NaN and infinity.
@@ -164,7 +164,7 @@ def write_files(
         OSError: As `write_folder`.
     """
     with state.claimed():
-        if not state.begin(plan, force):
+        if not state.begin(inputs, force):
             return Progress()
         try:
             finished = {name for name, (layout, _) in files.items() if state.has(name, layout)}

@@ -67,8 +67,8 @@ def quantize(
     skipped = modules_named(weights, skip)
     if all(spec.kind not in QUANTIZED or path in skipped for path, spec in weights.specs.items()):
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
-    plan = Conversion(weights, Changes(), dtype=dtype, scheme=scheme, writer=writer, skipped=skipped)
-    config = plan.config()
+    conversion = Conversion(weights, Changes(), dtype=dtype, scheme=scheme, writer=writer, skipped=skipped)
+    config = conversion.config()
     if dtype is not None and not {"dtype", "torch_dtype"} & config.keys():
         config["torch_dtype"] = dtype
 
@@ -80,7 +80,7 @@ def quantize(
         open_weights(unfinished)
 
     made_from = {"source": fingerprint(source), "settings": [scheme, nested, list(skip), writer.activations, dtype]}
-    return write_folder(folder, plan.jobs, made_from=made_from, finish=finish, **write)
+    return write_folder(folder, conversion.jobs, made_from=made_from, finish=finish, **write)
 
 
 def _open(source: str | os.PathLike[str], bits: int) -> Weights:

@@ -38,7 +38,7 @@ class Unfinished:
         self.home = target.absolute().parent / f".{target.name}.converting"
         self.folder = self.home / "folder"
         self.replaced = self.home / "replaced"
-        self.plan = self.home / "made_from.json"
+        self.inputs = self.home / "made_from.json"
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
@@ -51,11 +51,11 @@ class Unfinished:
                 raise ConvertError(f"{self.target}: another process is converting into this folder") from None
             yield
 
-    def begin(self, plan: Mapping[str, Any], force: bool) -> bool:
+    def begin(self, inputs: Mapping[str, Any], force: bool) -> bool:
         """Resume, or clear the way for a start; returns whether anything is left to do."""
         same = False
         with contextlib.suppress(ConvertError):
-            same = read_json(self.plan) == json.loads(json.dumps(plan))
+            same = read_json(self.inputs) == json.loads(json.dumps(inputs))
         if same and not self.folder.exists() and (self.target if self.file else self.target / CONFIG).exists():
             self.remove()  # killed after its last step
             return False
@@ -73,8 +73,8 @@ class Unfinished:
                 raise unexpected(self.target, "folder", f"a model folder with {CONFIG} to replace", "another")
         if not same:
             self.clear()
-            with atomic_file(self.plan) as stream:
-                stream.write(json.dumps(plan).encode())
+            with atomic_file(self.inputs) as stream:
+                stream.write(json.dumps(inputs).encode())
         self.folder.mkdir(exist_ok=True)
         return True
 
@@ -131,7 +131,7 @@ class Unfinished:
 
     def remove_if(self, condition: bool) -> None:
         """Remove the traces of a refused request, but not another's work."""
-        if condition and not self.plan.exists():
+        if condition and not self.inputs.exists():
             self.remove()
 
 

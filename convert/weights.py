@@ -20,7 +20,7 @@ from convert.checkpoint import (
     open_checkpoint,
 )
 from convert.errors import ConvertError, listed, unexpected
-from convert.families import Family, family_for
+from convert.families import Family, Ignored, family_for
 from convert.formats import FLOATS, FORMATS, Format, StackedTensor, Stored, format_of
 from convert.formats.declared import check_quantization
 from convert.model.paths import WeightPath
@@ -85,6 +85,10 @@ class Weights:
         for name in self.checkpoint.tensors:
             if name in tensors or name not in beside:
                 yield name, tensors.get(name)
+
+    def ignored(self, name: str) -> Ignored | None:
+        """The rule that ignores a name of the checkpoint, or None."""
+        return self.family.ignores(name, self.checkpoint.config, self.checkpoint.folder / CONFIG)
 
     def read(self, path: str, *, packed: bool | None = None) -> Any:
         """Read one weight by its tree path, in the tree's layout.
@@ -228,7 +232,6 @@ def _check_experts(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> N
 def _check_names(weights: Weights) -> None:
     """Every name has a row and every row a tensor of its shape and a float dtype, or one error lists the others."""
     checkpoint, family = weights.checkpoint, weights.family
-    file = checkpoint.folder / CONFIG
     claimed: set[str] = set()
     missing: list[str] = []
     wrong: list[str] = []
@@ -250,11 +253,7 @@ def _check_names(weights: Weights) -> None:
                 misfit = f"expected {first.name} as for the other experts, got {form.name}"
         if misfit is not None:
             wrong.append(f"{tensor.name} ({misfit})")
-    unknown = [
-        name
-        for name in checkpoint.names
-        if name not in claimed and family.ignores(name, checkpoint.config, file) is None
-    ]
+    unknown = [name for name in checkpoint.names if name not in claimed and weights.ignored(name) is None]
     problems = {
         f"names that the table of {family.model_type} does not know": unknown,
         "tensors that it needs and that are missing": missing,
@@ -269,7 +268,7 @@ def _check_copies(weights: Weights) -> None:
     """A tensor that is read past because it repeats another must repeat it."""
     checkpoint = weights.checkpoint
     for name in checkpoint.names:
-        rule = weights.family.ignores(name, checkpoint.config, checkpoint.folder / CONFIG)
+        rule = weights.ignored(name)
         if rule is None or rule.same_as is None:
             continue
         original = weights.specs[rule.same_as].name

@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Int8 as Int8Codes
 
 from convert.formats import eight_bits, fp8
-from convert.formats.compressed import Compressed, misfits, part
-from convert.formats.compressed_writer import Arrays, CompressedWriter
+from convert.formats.compressed import Arrays, Compressed, CompressedWriter, misfits, part
 from convert.formats.eight_bits import Codes
 from convert.formats.format import Stored
 from convert.formats.fp8 import Scale

@@ -14,8 +14,7 @@ import numpy as np
 
 from convert.errors import unexpected
 from convert.formats import mxfp4, nvfp4
-from convert.formats.compressed import Compressed, misfits, part
-from convert.formats.compressed_writer import Arrays, CompressedWriter
+from convert.formats.compressed import Arrays, Compressed, CompressedWriter, misfits, part
 from convert.formats.format import Stored
 from convert.formats.mxfp4 import MXFP4Tensor
 from convert.formats.nvfp4 import NVFP4Tensor

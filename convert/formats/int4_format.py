@@ -10,8 +10,7 @@ import numpy as np
 
 from convert.errors import unexpected
 from convert.formats import int4
-from convert.formats.compressed import Compressed, kind_of, misfits, part
-from convert.formats.compressed_writer import Arrays, CompressedWriter
+from convert.formats.compressed import Arrays, Compressed, CompressedWriter, kind_of, misfits, part
 from convert.formats.format import Stored
 from convert.formats.int4 import Int4Tensor
 

@@ -3,11 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.activations import ACTIVATIONS
 from convert.errors import ConvertError, unexpected
 from convert.limits import LAYERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+#: transformers' names (`ACT2FN`) of a supported function -> its name here.
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_pytorch_tanh"
+    ),
+    "relu": "relu",
+    "relu2": "relu2",
+}
 #: transformers' values of fields absent from config.json, where a family has no default of its own.
 DEFAULTS = {
     "hidden_act": "silu",

@@ -11,7 +11,6 @@ from convert.adapters import AdapterConfig, scaling, write_adapter
 from convert.errors import ConvertError
 from convert.tensor_file import write_tensor_file
 from tests.support.folders import read_adapter
-from tests.support.full_disk import FullDisk
 
 LAYER = "layers.1.self_attn.q_proj"
 
@@ -110,18 +109,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(ConvertError, match=r"adapter_config\.json: contents: expected a JSON object"):
         read_adapter(folder)
-
-
-def test_a_full_disk_leaves_the_earlier_adapter(tmp_path, monkeypatch):
-    folder = tmp_path / "adapter"
-    write_adapter(folder, CONFIG, arrays())
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(tensor_file, "open", lambda file, mode: FullDisk(file, mode, 2000), raising=False)
-    for target in (folder, tmp_path / "new"):
-        with pytest.raises(OSError, match="No space left.*nothing half-written"):
-            write_adapter(target, CONFIG, arrays(rank=4))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 # --- PEFT -------------------------------------------------------------------------------------------------------------

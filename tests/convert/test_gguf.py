@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convert.errors import ConvertError
-from convert.gguf import _Plan, export_gguf
+from convert.gguf import _Contents, export_gguf
 from convert.gguf_vocabulary import read_vocabulary
 from convert.unfinished import Unfinished
 from convert.weights import open_weights
@@ -299,16 +299,16 @@ def interrupted(model, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.shard._CHECK", 1)
     monkeypatch.setattr("convert.output.THREADS", 1)
     folder, _ = model()
-    made, values = [], _Plan._values
+    made, values = [], _Contents._values
 
     def stop_at(last):
-        def watched(plan, name, path):
+        def watched(contents, name, path):
             if name == last:
                 raise KeyboardInterrupt
             made.append(name)
-            return values(plan, name, path)
+            return values(contents, name, path)
 
-        monkeypatch.setattr(_Plan, "_values", watched)
+        monkeypatch.setattr(_Contents, "_values", watched)
         try:
             return export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
         except KeyboardInterrupt:

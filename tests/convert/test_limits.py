@@ -11,7 +11,6 @@ from convert.adapter_config import AdapterConfig, config_from_json, rank_and_alp
 from convert.checkpoint import INDEX, open_checkpoint, write_config
 from convert.errors import ConvertError
 from convert.families.mapping import read_config
-from convert.files import parse_json
 from convert.formats import nf4
 from convert.inspect import inspect
 from convert.limits import DIMENSIONS
@@ -73,12 +72,6 @@ def test_a_message_lists_some_names_and_counts_the_rest(make_folder, llama_confi
     with pytest.raises(ConvertError, match=r"model.layers.3.input_layernorm.weight, .* and \d+ more") as error:
         open_weights(folder)
     assert len(str(error.value)) < 5000
-
-
-def test_a_key_twice_among_many():
-    pairs = [f'"k{number}": 0' for number in range(20_000)]
-    with pytest.raises(ConvertError, match="f: contents: expected a JSON object: the same key twice: k7"):
-        parse_json(("{" + ", ".join([*pairs, '"k7": 1']) + "}").encode(), "f", "contents")
 
 
 @pytest.mark.parametrize("size", [1, 2**62])

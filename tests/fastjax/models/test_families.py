@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
 from convert.families.mapping import read_config
+from convert.model.reader import ACTIVATIONS
 from fastjax.execution import load
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
