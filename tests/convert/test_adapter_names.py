@@ -1,6 +1,6 @@
 """Names of other versions and libraries in LoRA files: an adapter's own, prefixes, routers and experts one by one."""
 
-import json
+import functools
 
 import numpy as np
 import pytest
@@ -12,10 +12,9 @@ from convert.families import FAMILIES
 from convert.inspect import inspect
 from convert.merge import merge
 from convert.model.paths import WeightPath
-from convert.tensor_file import write_tensor_file
 from convert.weights import open_weights
 from tests.support.families import MIXTURES
-from tests.support.folders import read_adapter, write_checkpoint
+from tests.support.folders import read_adapter, write_checkpoint, write_peft
 from tests.support.tiny import arrays
 
 PATHS = [f"layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qv"]
@@ -28,13 +27,7 @@ STARTS = {
 }
 
 
-def write(folder, tensors, **settings):
-    folder.mkdir()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 6} | settings
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    named = {f"base_model.model.{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
-    write_tensor_file(folder / "adapter_model.safetensors", named)
-    return folder
+write = functools.partial(write_peft, r=2, lora_alpha=6)
 
 
 def pairs(names, sizes=(8, 8), rank=2, middle=""):

@@ -1,6 +1,6 @@
 """Adapters on experts: PEFT's names, nesting and order, older versions, Unsloth's layout; merged expert by expert."""
 
-import json
+import functools
 
 import numpy as np
 import pytest
@@ -12,10 +12,10 @@ from convert.families import family_for
 from convert.formats import nf4
 from convert.inspect import inspect
 from convert.merge import merge
-from convert.tensor_file import read_header, read_tensor, write_tensor_file
+from convert.tensor_file import read_header, read_tensor
 from convert.weights import open_weights
 from tests.support.families import MIXTURES
-from tests.support.folders import read_adapter, write_checkpoint
+from tests.support.folders import read_adapter, write_checkpoint, write_peft
 from tests.support.tiny import arrays
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -41,15 +41,15 @@ def random(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def write_stored(folder, tensors, **settings):
-    """An adapter folder by PEFT's own names."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "peft_version": "0.21.2"}
-    config |= {"target_modules": [], "target_parameters": [GATE_UP, DOWN], **settings}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    named = {f"base_model.model.{name}": array for name, array in tensors.items()}
-    write_tensor_file(folder / "adapter_model.safetensors", named)
-    return folder
+#: An adapter folder by PEFT's own names.
+write_stored = functools.partial(
+    write_peft,
+    r=RANK,
+    lora_alpha=ALPHA,
+    peft_version="0.21.2",
+    target_modules=[],
+    target_parameters=[GATE_UP, DOWN],
+)
 
 
 @pytest.mark.parametrize("parameters", [(GATE_UP, DOWN), (DOWN,), (GATE_UP,)])

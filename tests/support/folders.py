@@ -1,8 +1,13 @@
 """Model folders and adapters of named arrays."""
 
+import json
+
+import numpy as np
+
 from convert.adapters import open_adapter
 from convert.checkpoint import CONFIG, WEIGHT_FILES, write_config, write_shards
 from convert.files import atomic_folder
+from convert.tensor_file import write_tensor_file
 
 
 def write_checkpoint(folder, tensors, config, **options):
@@ -16,3 +21,13 @@ def read_adapter(folder, **options):
     """The settings of a PEFT folder and its arrays by path."""
     adapter = open_adapter(folder, **options)
     return adapter.config, {path: adapter.read(path) for path in adapter.tensors}
+
+
+def write_peft(folder, tensors, **settings):
+    """An adapter folder of arrays by PEFT's own names."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM"} | settings
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": np.ascontiguousarray(array) for name, array in tensors.items()}
+    write_tensor_file(folder / "adapter_model.safetensors", named)
+    return folder
