@@ -22,12 +22,12 @@ def parts(vector: Float32[Array, " size"]) -> list[Array]:
     Args:
         vector: what is infinite is so in the first part alone.
     """
-    found = []
+    summands = []
     for _ in range(PARTS):
-        found.append(vector.astype(jnp.bfloat16))
-        rest = vector - found[-1].astype(jnp.float32)
+        summands.append(vector.astype(jnp.bfloat16))
+        rest = vector - summands[-1].astype(jnp.float32)
         vector = jnp.where(jnp.isfinite(rest), rest, 0)
-    return found
+    return summands
 
 
 def side_by_side(columns: list[Array], before: int = 0) -> BFloat16[Array, "size 16"]:

@@ -1,4 +1,4 @@
-"""What the tiles of kernels around low-rank products share.
+"""Tiles of kernels around low-rank products.
 
 Triton reads the tiles of a loop ahead into shared memory. A matrix product of the last lines of the loop's body may
 still be at work when the tiles for a later round are fetched; its operands have one buffer more for that, but not those

@@ -87,19 +87,19 @@ class _Ring(NamedTuple):
 
 
 def _bounds(q: Array, ranges: SegmentRanges | None, window: int | None, length: int) -> _Bounds | None:
-    """What documents and window leave of each row, beside causality; None: all of it."""
+    """The part of each row that documents and window leave, beside causality; None: all of it."""
     if ranges is None and window is None:
         return None
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (q.shape[0], length))
     if ranges is None:
-        found = _Bounds(jnp.zeros_like(place), jnp.full_like(place, length), jnp.zeros_like(place), place + length)
+        bounds = _Bounds(jnp.zeros_like(place), jnp.full_like(place, length), jnp.zeros_like(place), place + length)
     else:
-        found = _Bounds(ranges.k_start, ranges.k_end, ranges.q_start, ranges.q_end)
+        bounds = _Bounds(ranges.k_start, ranges.k_end, ranges.q_start, ranges.q_end)
     if window is None:
-        return found
-    low = jnp.minimum(jnp.maximum(found.k_low, place - (window - 1)), found.k_high)
-    high = jnp.maximum(jnp.minimum(found.q_high, place + window), found.q_low)
-    return found._replace(k_low=low, q_high=high)
+        return bounds
+    low = jnp.minimum(jnp.maximum(bounds.k_low, place - (window - 1)), bounds.k_high)
+    high = jnp.maximum(jnp.minimum(bounds.q_high, place + window), bounds.q_low)
+    return bounds._replace(k_low=low, q_high=high)
 
 
 class _Step(NamedTuple):
@@ -130,7 +130,7 @@ class _Step(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """What is known of each query, the tokens on axis 1; the last four in the backward pass.
+    """The arrays of the queries, the tokens on axis 1; the last four in the backward pass.
 
     Attributes:
         q: [B, C, H, D].
@@ -160,12 +160,13 @@ def _forward(q, k, v, bounds, sinks, ring: _Ring):
         if number + 1 < step.devices:
             coming = _passed_on(keys, ring.axis)  # under way while this step computes
         if total is None or lse is None:
-            out, found = _call(_Queries(q), keys, _own_mask(bounds, step, q), ring, sinks)
-            total, lse = out.astype(jnp.float32), found
+            out, row_lse = _call(_Queries(q), keys, _own_mask(bounds, step, q), ring, sinks)
+            total, lse = out.astype(jnp.float32), row_lse
         else:
             queries, pairs = _pairs(_Queries(q), keys, step)
-            out, found = _call(queries, pairs, _mask_of_pairs(bounds, step, q), _uncausal(ring))
-            for share in zip(_places(out.astype(jnp.float32), step, 0.0), _places(found, step, -jnp.inf), strict=True):
+            out, row_lse = _call(queries, pairs, _mask_of_pairs(bounds, step, q), _uncausal(ring))
+            shares = _places(out.astype(jnp.float32), step, 0.0), _places(row_lse, step, -jnp.inf)
+            for share in zip(*shares, strict=True):
                 total, lse = _joined((total, lse), share)
         step = step.next()
     assert total is not None and lse is not None
@@ -187,13 +188,13 @@ def _backward(ring: _Ring, residuals, dout):
         if number + 1 < step.devices:
             coming = _passed_on(keys, ring.axis)
         if dq is None or dkeys is None:
-            found = _gradients(rows, keys, _own_mask(bounds, step, q), ring, sinks)
-            dq, *dkeys = (gradient.astype(jnp.float32) for gradient in found)
+            gradients = _gradients(rows, keys, _own_mask(bounds, step, q), ring, sinks)
+            dq, *dkeys = (gradient.astype(jnp.float32) for gradient in gradients)
         else:
             arriving = _passed_on(tuple(dkeys), ring.axis)  # those of the keys that are here now, from steps before
             queries, pairs = _pairs(rows, keys, step)
-            found = _gradients(queries, pairs, _mask_of_pairs(bounds, step, q), _uncausal(ring))
-            wide = [gradient.astype(jnp.float32) for gradient in found]
+            gradients = _gradients(queries, pairs, _mask_of_pairs(bounds, step, q), _uncausal(ring))
+            wide = [gradient.astype(jnp.float32) for gradient in gradients]
             dq = dq + sum(_places(wide[0], step, 0.0))
             shares = (sum(_places(gradient, step, 0.0, keys=True)) for gradient in wide[1:])
             dkeys = [before + share for before, share in zip(arriving, shares, strict=True)]
@@ -243,9 +244,9 @@ def _pairs(rows: _Queries, keys: tuple[Array, ...], step: _Step) -> tuple[_Queri
     return jax.tree.map(queries, rows), tuple(map(of_keys, keys))
 
 
-def _places(found: Array, step: _Step, empty: float, *, keys: bool = False) -> tuple[Array, Array]:
+def _places(results: Array, step: _Step, empty: float, *, keys: bool = False) -> tuple[Array, Array]:
     """The results of `_pairs` in the places of their queries, or keys: those of each pair, `empty` elsewhere."""
-    one, other = jnp.split(found, 2)
+    one, other = jnp.split(results, 2)
     nothing = jnp.full_like(one, empty)
     pairs = (one, nothing) if keys else (nothing, one)
     first = jnp.where(step.earlier, other, nothing)
@@ -264,13 +265,13 @@ def _joined(total: tuple[Array, Array], share: tuple[Array, Array]) -> tuple[Arr
 
 
 def _own_mask(bounds: _Bounds | None, step: _Step, q: Array) -> Mask:
-    """Of a device's own parts, which are one row of two parts, in order."""
+    """The mask of a device's own parts, which are one row of two parts, in order."""
     size, parts = q.shape[1] // 2, step.parts(step.here)
     return _mask(bounds, size, parts, parts, causal=True)
 
 
 def _mask_of_pairs(bounds: _Bounds | None, step: _Step, q: Array) -> Mask:
-    """Of `_pairs`, which are rows of one part each."""
+    """The mask of `_pairs`, which are rows of one part each."""
     size = q.shape[1] // 2
     (first, second), (first_key, second_key) = step.parts(step.here), step.parts(step.there)
     one = _mask(bounds, size, (second,), (first_key,), causal=False)
@@ -281,7 +282,7 @@ def _mask_of_pairs(bounds: _Bounds | None, step: _Step, q: Array) -> Mask:
 
 
 def _mask(bounds: _Bounds | None, size: int, queries: tuple[Array, ...], keys: tuple[Array, ...], *, causal: bool):
-    """Of the queries of some parts and the keys of some, side by side in their order."""
+    """The mask of the queries of some parts and the keys of some, side by side in their order."""
     offset = jnp.zeros((1,), jnp.int32)
     if bounds is None:
         return Mask(None, None, None, offset)

@@ -1,4 +1,4 @@
-"""How many positions go through the head at once, and the block sizes of the Triton kernel."""
+"""The number of positions that go through the head at once, and the block sizes of the Triton kernel."""
 
 from pallas_kernels.transformations import known
 

@@ -1,4 +1,4 @@
-"""What a row of the head's products gives: numbers for the loss and, where it is differentiated, its gradient in them.
+"""Statistics of a row of the head's products for the loss and, where that is differentiated, its gradient in them.
 
 The logits are the products times a scale, and then cap · tanh(· / cap) where there is a soft cap. With p =
 softmax(logits), Z = Σ exp(logits), ε the label smoothing and c the coefficient of the z-loss, a row's loss and its

@@ -29,7 +29,7 @@ class Rounded(NamedTuple):
     scales: Float[Array, "*rows"]
 
     def over(self, *axes: int) -> "Rounded":
-        """The same rows over these axes.
+        """These rows over other axes.
 
         Args:
             axes: their sizes; as many rows as there are.
@@ -94,15 +94,15 @@ def thin(operands: Sequence[Any]) -> tuple[Float[Array, "N 16"] | None, list[Any
         The scales of all operands' rows, bfloat16, each beside 0 in the columns of the others; None: none has any.
         The operands, with `Thin` in place of `Scaled`.
     """
-    rows, found = [], []
+    rows, thinned = [], []
     for operand in operands:
         if isinstance(operand, Scaled):
             before = len(rows)
             rows += [operand.rows.astype(jnp.bfloat16)] * PARTS
-            found.append(Thin(operand.product, side_by_side(parts(operand.columns), before)))
+            thinned.append(Thin(operand.product, side_by_side(parts(operand.columns), before)))
         else:
-            found.append(operand)
-    return (side_by_side(rows) if rows else None), found
+            thinned.append(operand)
+    return (side_by_side(rows) if rows else None), thinned
 
 
 def values_at(ref, rows, cols) -> Float[Array, "rows cols"]:

@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of one product."""
+        """Operations of one product."""
         return 2.0 * self.rows * self.out * self.into
 
     def __str__(self) -> str:

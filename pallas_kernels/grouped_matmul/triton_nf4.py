@@ -94,8 +94,8 @@ def _kernel(
             shape = config.out, config.blocks * BLOCK_BYTES
 
             def halves() -> tuple[Array, ...]:
-                found = (look_up(codes, absmax, x_ref.dtype, half, through, interpret) for half in ptx.HALVES)
-                return tuple(half.reshape(shape) for half in found)
+                decoded = (look_up(codes, absmax, x_ref.dtype, half, through, interpret) for half in ptx.HALVES)
+                return tuple(half.reshape(shape) for half in decoded)
 
             # It does begin inside. But out of a branch Triton moves no operation to the registers of the product, where
             # the four codes of a word are of several blocks in the gradient, and the look-up takes them for one's.

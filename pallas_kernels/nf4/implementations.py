@@ -117,10 +117,10 @@ def _of_blocks(
         absmax, options = absmax.reshape(blocks), {"dtype": own, "tile": sizes(own), "through": through}
         if in_place is not None and isinstance(codes, Shared) and _reads_shards(codes, options["tile"]):
             stack = codes.stack.reshape(len(codes.stack), -1, BLOCK_BYTES)
-            found = in_place(dataclasses.replace(codes, stack=stack), absmax, **options)
+            decoded = in_place(dataclasses.replace(codes, stack=stack), absmax, **options)
         else:
-            found = decode(whole(codes).reshape(blocks, BLOCK_BYTES), absmax, **options)
-        return found.reshape(shape).astype(dtype)
+            decoded = decode(whole(codes).reshape(blocks, BLOCK_BYTES), absmax, **options)
+        return decoded.reshape(shape).astype(dtype)
 
     return dequantize
 

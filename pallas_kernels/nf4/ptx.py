@@ -183,8 +183,8 @@ def columns() -> str:
 
 
 def columns_in_jax(words: list[Array], absmax: list[Array]) -> list[Array]:
-    """What `columns`, or `column` after `lookup_in_table`, makes of four rows, for interpreters without assembly."""
-    found = []
+    """The results of `columns`, or of `column` after `lookup_in_table`, for interpreters without assembly."""
+    columns = []
     for half in HALVES:
         for byte in range(4):
             column = jnp.zeros(words[0].shape, jnp.int32)
@@ -192,8 +192,8 @@ def columns_in_jax(words: list[Array], absmax: list[Array]) -> list[Array]:
                 codes = ((word >> (8 * byte)) & 255).astype(jnp.uint8)
                 value = lookup_in_jax(codes, scale, jnp.float8_e4m3fn, half)
                 column |= jax.lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int32) << (8 * row)
-            found.append(column)
-    return found
+            columns.append(column)
+    return columns
 
 
 def lookup_in_jax(
@@ -203,7 +203,7 @@ def lookup_in_jax(
     half: str,
     through: str | None = None,
 ) -> Float[Array, "blocks bytes"]:
-    """The same as `lookup`, for interpreters without assembly."""
+    """The results of `lookup`, for interpreters without assembly."""
     nibbles = codes & jnp.uint8(15) if half == "low" else codes >> jnp.uint8(4)
     values = jnp.zeros(codes.shape, jnp.float32)
     for code, value in enumerate(NF4_VALUES.tolist()):

@@ -43,7 +43,7 @@ def dequantize_transposed(
     out, columns = shape
     blocks, quads = columns // BLOCK, rows // ROWS
     words = jax.lax.bitcast_convert_type(codes.reshape(out // ROWS, ROWS, columns // 8, 4), jnp.int32)
-    found = pl.pallas_call(
+    transposed = pl.pallas_call(
         functools.partial(_kernel, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, 2, WORDS, 4, out // ROWS), jnp.int32),
         grid=(blocks, out // rows),
@@ -56,7 +56,7 @@ def dequantize_transposed(
         interpret=interpret,
         name="nf4_dequantize_transposed",
     )(words, absmax.reshape(blocks, out // ROWS, ROWS))
-    return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn).reshape(columns, out)
+    return jax.lax.bitcast_convert_type(transposed, jnp.float8_e4m3fn).reshape(columns, out)
 
 
 def _kernel(words_ref, absmax_ref, out_ref, *, interpret: bool):
@@ -64,26 +64,26 @@ def _kernel(words_ref, absmax_ref, out_ref, *, interpret: bool):
     absmax = [absmax_ref[0, :, row] for row in range(ROWS)]
     shape = words[0].shape
     if interpret:
-        found = ptx.columns_in_jax(words, [jnp.broadcast_to(scale[:, None], shape) for scale in absmax])
+        columns = ptx.columns_in_jax(words, [jnp.broadcast_to(scale[:, None], shape) for scale in absmax])
     else:
         tables = [[_words(ptx.table(index), [], [scale]) for index in range(4)] for scale in absmax]
         wide = [[jnp.broadcast_to(part[:, None], shape) for part in table] for table in tables]
-        found = []
+        columns = []
         for half in ptx.HALVES:
             decode = ptx.lookup_in_table(half)
             rows = [_words(decode, [word, *table], []) for word, table in zip(words, wide, strict=True)]
-            found += [_words(ptx.column(byte), rows, []) for byte in range(4)]
-    for number, column in enumerate(found):
+            columns += [_words(ptx.column(byte), rows, []) for byte in range(4)]
+    for number, column in enumerate(columns):
         out_ref[0, number // 4, :, number % 4, :] = column.T
 
 
 def _words(text: str, words: list[Array], scales: list[Array]) -> Array:
     """The result of assembly that takes words, or scales, one by one."""
-    [found] = pltriton.elementwise_inline_asm(
+    [result] = pltriton.elementwise_inline_asm(
         text,
         args=[*words, *scales],
         constraints=",".join(["=r"] + ["r"] * len(words) + ["f"] * len(scales)),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct((words or scales)[0].shape, jnp.int32)],
     )
-    return found
+    return result

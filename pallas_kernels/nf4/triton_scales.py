@@ -1,4 +1,4 @@
-"""What a decode to float8_e4m3fn must know before, from absmax alone, in one pass with Pallas-Triton.
+"""Scales of a decode to float8_e4m3fn, made before it from absmax alone, in one pass with Pallas-Triton.
 
 By rows a program holds whole rows of absmax: it finds their scales and writes absmax over them. By columns the maxima
 are of parts of the rows, one a program, which whoever needs them reduces once more: XLA's own reduction down the

@@ -46,11 +46,11 @@ def gather(
     for place, stack in enumerate(stacks):
         chosen = REGISTRY.choose(implementation, shape=stack.shape, dtype=stack.dtype)
         groups.setdefault((chosen, stack.dtype.name), []).append(place)
-    found: dict[int, Array] = {}
+    gathered: dict[int, Array] = {}
     for (chosen, _), places in groups.items():
         whole = REGISTRY[chosen].forward([stacks[place] for place in places], layer, axis_name)
-        found |= zip(places, whole, strict=True)
-    return [found[place] for place in range(len(stacks))]
+        gathered |= zip(places, whole, strict=True)
+    return [gathered[place] for place in range(len(stacks))]
 
 
 def why_not_peers(target: Target) -> str | None:

@@ -31,7 +31,7 @@ _TILE_BYTES = 4 * LEAST_BYTES
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("axis_name", "interpret"))
 def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str, interpret: Any = None) -> list[Array]:
-    """As `api.gather`.
+    """`api.gather` of stacks of one dtype.
 
     Args:
         stacks: of one dtype; of each layer `suits` bytes.
@@ -58,7 +58,7 @@ def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str, in
         interpret=interpret,
     )
     whole = kernel(jnp.reshape(layer, 1), *views)
-    return [found.reshape(count * rows, *rest) for found, (rows, *rest) in zip(whole, shards, strict=True)]
+    return [array.reshape(count * rows, *rest) for array, (rows, *rest) in zip(whole, shards, strict=True)]
 
 
 def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str, interpreted: bool):

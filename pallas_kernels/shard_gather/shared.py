@@ -31,13 +31,13 @@ class Shared:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Shape of the whole array."""
         rows, *rest = self.stack.shape[1:]
         return (self.devices * rows, *rest)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of its elements."""
+        """Dtype of its elements."""
         return self.stack.dtype
 
 
@@ -49,5 +49,5 @@ def whole(array: Array | Shared) -> Array:
     """
     if not isinstance(array, Shared):
         return array
-    [found] = gather([array.stack], array.layer, array.axis_name)
-    return found
+    [gathered] = gather([array.stack], array.layer, array.axis_name)
+    return gathered

@@ -118,10 +118,10 @@ def backward(
         absmax = jax.ShapeDtypeStruct((every // static.tiles.heads, tokens), result.dtype)
     parts = (part.reshape(tokens, *part.shape[2:]) for part in gradients)
     arrays = *parts, *_by_token(tables, scales, tokens)
-    found, absmax = _call(_backward, "split_rope_backward", static, tokens, arrays, (result, absmax))
+    gradient, absmax = _call(_backward, "split_rope_backward", static, tokens, arrays, (result, absmax))
     if absmax is not None:
         absmax = jnp.max(absmax, axis=0).astype(jnp.float32).reshape(batch, length)
-    return found.reshape(batch, length, every * size), absmax
+    return gradient.reshape(batch, length, every * size), absmax
 
 
 def _by_token(tables: tuple[Array, Array] | None, scales: Array | None, tokens: int) -> tuple[Array | None, ...]:

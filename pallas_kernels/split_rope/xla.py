@@ -33,10 +33,10 @@ def backward(
     dq = dq if scales is None else dq * _factors(scales, dq)
     if tables is not None:
         dq, dk = (rope.transpose(part, *tables, interleaved) for part in (dq, dk))
-    found = jnp.concatenate(
+    gradient = jnp.concatenate(
         [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in (dq, dk, dv)], axis=-1
     )
-    return found, jnp.max(jnp.abs(found), axis=-1).astype(jnp.float32) if with_absmax else None
+    return gradient, jnp.max(jnp.abs(gradient), axis=-1).astype(jnp.float32) if with_absmax else None
 
 
 def _factors(scales: Array, like: Array) -> Array:

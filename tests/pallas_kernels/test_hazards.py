@@ -1,4 +1,4 @@
-"""What tests of compiled kernels look for: a tile that is fetched over one that a product still reads."""
+"""The hazard that tests of compiled kernels look for: a tile that is fetched over one that a product still reads."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ from pallas_kernels.thin import DEPTH, parts, side_by_side
 
 
 def vector(seed, size=512):
-    """Of either sign and very different magnitudes."""
+    """Numbers of either sign and very different magnitudes."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(size) * np.exp2(rng.uniform(-40, 40, size)), jnp.float32)
 

@@ -240,13 +240,13 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
         return [count, *(accumulator[...] for accumulator in accumulators)]
 
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
-    taken, *found = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
+    taken, *sums = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
     batch_index, first, key_head, *_ = again()
     staging = {"k": k_smem, "v": v_smem}
     if config.split:  # they share keys and values: neither may stage its gradient there before both have read them
         plgpu.barrier_arrive(refs.done)
         plgpu.barrier_wait(refs.done)
-    for name, value in zip(wanted, found, strict=True):
+    for name, value in zip(wanted, sums, strict=True):
         staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
     plgpu.commit_smem()  # plain stores become visible to the copy engine
     place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)

@@ -71,7 +71,7 @@ class DkvConfig:
 
 
 class Facts(NamedTuple):
-    """What decides the block sizes of a call.
+    """The facts of a call that decide its block sizes.
 
     Attributes:
         dtype: of q, k and v.

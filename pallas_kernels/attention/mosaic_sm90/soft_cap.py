@@ -23,7 +23,7 @@ from pallas_kernels.attention.mosaic_sm90.common import LOG2E
 _LARGEST = 30.0
 """Largest argument of exp2: tanh is 1 in float32 from 26 on, and four such exponentials do not overflow."""
 _LARGEST_POWER = 100.0
-"""Of two, that a weight may be: times values and summed over a row it must not overflow, nor may its inverse vanish."""
+"""Largest power of two of a weight: times values and summed over a row it must not overflow, nor its inverse vanish."""
 
 
 def capped(s: Array, options: Options, *, interpreted: bool) -> tuple[Array, float, Array | None]:
@@ -38,8 +38,8 @@ def capped(s: Array, options: Options, *, interpreted: bool) -> tuple[Array, flo
     if cap is None:
         return s, options.scale * LOG2E, None
     size = cap * LOG2E
-    found = scaled_tanh(s, options.scale / cap, size, interpreted=interpreted)
-    return found, 1.0, 1.0 - found * found * (1 / size**2)
+    tangent = scaled_tanh(s, options.scale / cap, size, interpreted=interpreted)
+    return tangent, 1.0, 1.0 - tangent * tangent * (1 / size**2)
 
 
 def bounded(dtype: DTypeLike, options: Options) -> bool:
@@ -66,10 +66,10 @@ def scaled_tanh(x: Array, scale: float, size: float, *, interpreted: bool) -> Ar
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def of_registers(_, x):
         pairs, assembly = x.registers.reshape(-1), _assembly(factor, size)
-        found = np.empty_like(pairs)
+        tangents = np.empty_like(pairs)
         for first in range(0, pairs.size, 2):
-            found[first : first + 2] = _of_four(pairs[first], pairs[first + 1], assembly)
-        return mgpu.FragmentedArray(_registers=found.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
+            tangents[first : first + 2] = _of_four(pairs[first], pairs[first + 1], assembly)
+        return mgpu.FragmentedArray(_registers=tangents.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
     return of_registers(x)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
@@ -79,8 +79,8 @@ def _of_four(first: ir.Value, second: ir.Value, assembly: str) -> list[ir.Value]
     float32 = ir.F32Type.get()
     operands = [vector.extract(pair, [], [index]) for pair in (first, second) for index in range(2)]
     struct_type = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    found = llvm.inline_asm(struct_type, operands, assembly, "=f,=f,=f,=f,f,f,f,f", asm_dialect=0)
-    numbers = [llvm.extractvalue(float32, found, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
+    packed = llvm.inline_asm(struct_type, operands, assembly, "=f,=f,=f,=f,f,f,f,f", asm_dialect=0)
+    numbers = [llvm.extractvalue(float32, packed, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
     pair_type = ir.VectorType.get((2,), float32)
     return [vector.from_elements(pair_type, numbers[:2]), vector.from_elements(pair_type, numbers[2:])]
 

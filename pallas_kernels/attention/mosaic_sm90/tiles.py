@@ -98,7 +98,7 @@ class Schedule:
 
     @property
     def _tiles(self) -> int:
-        """Of `TILE` rows, in a row of the batch."""
+        """Number of tiles of `TILE` rows in a row of the batch."""
         return pl.cdiv(self.rows.length, TILE)
 
     def _place(self, turn: Array) -> Array:

@@ -26,7 +26,7 @@ from pallas_kernels.transformations import with_automatic_axes
 
 
 class Gradients(NamedTuple):
-    """What the backward pass gives.
+    """Results of the backward pass.
 
     Attributes:
         gate_up: the gradient of gate and up as their weights and rank products need it, in the dtype of dh.

@@ -46,8 +46,8 @@ def choose(rows, first, begin, end):
             setp.ge.s32 b, i, $6; setp.lt.and.s32 q, i, $7, b; mov.b32 ${number}, -1; {address}
             @q {row.format(number)} add.s32 i, i, 16;"""
         i32 = ir.IntegerType.get_signless(32)
-        found = _run(asm + "}", first, begin, end, *rows, results=(i32,) * 4)
-        registers = np.array([vector.from_elements(ir.VectorType.get((1,), i32), [value]) for value in found])
+        numbers = _run(asm + "}", first, begin, end, *rows, results=(i32,) * 4)
+        registers = np.array([vector.from_elements(ir.VectorType.get((1,), i32), [value]) for value in numbers])
         return mgpu.FragmentedArray(_registers=registers, _layout=_CHOSEN.to_mgpu(), _is_signed=True)
 
     given = () if rows is None else (rows,)
@@ -132,8 +132,8 @@ def _run(asm: str, *arguments, results=()):
     inputs = ["l" if str(operand.type) == "i64" else "r" for operand in operands]
     constraints = ",".join(["=&r"] * len(results) + inputs + ["~{memory}"])
     kind = llvm.StructType.get_literal(list(results)) if results else _void()
-    found: Any = llvm.inline_asm(kind, operands, asm, constraints, has_side_effects=True)
-    return [llvm.extractvalue(result, found, [number]) for number, result in enumerate(results)]
+    struct: Any = llvm.inline_asm(kind, operands, asm, constraints, has_side_effects=True)
+    return [llvm.extractvalue(result, struct, [number]) for number, result in enumerate(results)]
 
 
 def _operand(argument):

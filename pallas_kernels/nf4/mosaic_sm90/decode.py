@@ -63,7 +63,7 @@ def dequantize(
     return kernel(codes, absmax)
 
 
-# As above.
+# Under jit of its own likewise.
 @functools.partial(jax.jit, static_argnames=("dtype", "tile", "through", "interpret"))
 def dequantize_shared(
     codes: Shared,

@@ -122,8 +122,8 @@ def _largest(largest_ref):
         [_, count] = ir.MemRefType(parts.type).shape
         parts = _LanePointer(parts, [(warp, 1), (lane, 1)])
         own = [vector.extract(parts.load((0, first), 1), [], [0]) for first in range(0, count, _LANES)]
-        found = largest_of_warp(functools.reduce(arith.maxsi, own))
-        registers = np.full(layout.registers_shape(shape), vector_of([found, found]), object)
+        largest = largest_of_warp(functools.reduce(arith.maxsi, own))
+        registers = np.full(layout.registers_shape(shape), vector_of([largest, largest]), object)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
     return reduce(largest_ref)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away

@@ -61,14 +61,14 @@ def values_of_lane(lane: ir.Value) -> Sequence[ir.Value]:
     f32 = ir.F32Type.get()
     i32 = ir.IntegerType.get_signless(32)
     quarters = np.asarray(NF4_VALUES).reshape(4, 4).tolist()
-    found = [mgpu.utils.c(value, f32) for value in quarters[0]]
+    chosen = [mgpu.utils.c(value, f32) for value in quarters[0]]
     for quarter in range(1, 4):
         here = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.utils.c(quarter, i32))
-        found = [
+        chosen = [
             arith.select(here, mgpu.utils.c(value, f32), before)
-            for value, before in zip(quarters[quarter], found, strict=True)
+            for value, before in zip(quarters[quarter], chosen, strict=True)
         ]
-    return found
+    return chosen
 
 
 def table_of(scale: ir.Value) -> list[ir.Value]:
@@ -118,11 +118,11 @@ def _assemble(
     one = len(outputs) == 1  # in LLVM not a structure then
     results = result_type if one else ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * len(outputs))})>")
     constraints = ",".join([*(f"={kind}" for kind in outputs), *inputs])
-    found = llvm.inline_asm(results, operands, text, constraints, has_side_effects=has_side_effects, asm_dialect=0)
+    struct = llvm.inline_asm(results, operands, text, constraints, has_side_effects=has_side_effects, asm_dialect=0)
     if one:
-        return [found]  # pyright: ignore[reportReturnType]
+        return [struct]  # pyright: ignore[reportReturnType]
     return [
-        llvm.extractvalue(result_type, found, [position])  # pyright: ignore[reportArgumentType]
+        llvm.extractvalue(result_type, struct, [position])  # pyright: ignore[reportArgumentType]
         for position in range(len(outputs))
     ]
 

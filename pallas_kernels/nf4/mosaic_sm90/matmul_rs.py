@@ -31,7 +31,7 @@ from pallas_kernels.nf4.mosaic_sm90.stream_k import Segment, StreamK, fence
 
 _CONSUMERS = 2
 _COLUMNS = _CONSUMERS * ROWS
-"""Of the result in a thread block's tile: rows of W, or columns for the gradient."""
+"""Columns of the result in a thread block's tile: rows of W, or columns for the gradient."""
 _SCALES = 4
 """Scales of a row that are loaded with a step: 16 bytes; two are needed."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
@@ -279,8 +279,8 @@ def _write(
             lax.fori_loop(first, cluster, wait, None)
 
         def add(cluster, total):
-            found = partial(cluster)
-            return total + (found[...] if refs.interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
+            sums_ref = partial(cluster)
+            return total + (sums_ref[...] if refs.interpreted else compat.mosaic_load(sums_ref, plgpu.Layout.WGMMA))
 
         total = lax.fori_loop(first, cluster, add, sums) if schedule.needs_fixup else sums
         for number, row in enumerate(range(0, config.rows, 64)):

@@ -205,8 +205,8 @@ def _add_interpreted(total, codes, absmax, x_ref, through):
     halves = [ptx.lookup_in_jax(blocks, scales, dtype, half, through) for half in ptx.HALVES]
     weights = jnp.concatenate(halves, axis=1).reshape(rows, COLUMNS)
     x = x_ref[...].reshape(-1, COLUMNS)
-    found = lax.dot_general(weights, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return total + jnp.pad(found, ((0, rows), (0, 0)))
+    product = lax.dot_general(weights, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return total + jnp.pad(product, ((0, rows), (0, 0)))
 
 
 def _offset_in_x() -> tuple[ir.Value, ir.Value]:
@@ -244,8 +244,8 @@ def _multiply(sums: list[ir.Value], weights: list[ir.Value], x: list[ir.Value], 
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     results = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    found = llvm.inline_asm(results, [*weights, *x, *addends], text, constraints, asm_dialect=0)
-    numbers = [llvm.extractvalue(f32, found, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
+    struct = llvm.inline_asm(results, [*weights, *x, *addends], text, constraints, asm_dialect=0)
+    numbers = [llvm.extractvalue(f32, struct, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
     return [vector.from_elements(ir.VectorType.get((2,), f32), numbers[pair : pair + 2]) for pair in (0, 2)]
 
 
@@ -271,12 +271,12 @@ def _finish(sums, out_ref, groups: int):
                 row, token = arith.remui(number, c(rows)), arith.divui(number, c(rows))
                 # Warps in order: the upper rows' two halves of the columns, then the lower rows'.
                 place = arith.addi(arith.muli(arith.divui(row, c(16)), c(32)), arith.remui(row, c(16)))
-                found = [
+                addends = [
                     memref.load(sums, [mgpu.utils.c(g, index), to_index(arith.addi(place, c(16 * h))), to_index(token)])
                     for g in range(groups)
                     for h in range(2)
                 ]
-                total = functools.reduce(arith.addf, found)
+                total = functools.reduce(arith.addf, addends)
                 rounded = arith.truncf(mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)), total)
                 memref.store(rounded, out_ref, [to_index(token), to_index(row)])
 

@@ -23,7 +23,7 @@ from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_in_planes, sha
 ROWS = 64
 """Rows of W that are decoded at a time, and columns."""
 CODES_TRANSFORMS = (plgpu.TilingTransform((8, 2 * BLOCK_BYTES)), plgpu.SwizzleTransform(64))
-"""Of codes [ROWS, 64] in shared memory: two blocks of each row."""
+"""Transforms of codes [ROWS, 64] in shared memory: two blocks of each row."""
 _SCALES = plgpu.Layout.WGMMA.reduce(1)
 _RESULT = mgpu.WGMMA_LAYOUT
 _PACKED = plgpu.ShapeDtypeStruct((ROWS, 40), jnp.int32, layout=plgpu.Layout.WGMMA)
@@ -42,8 +42,8 @@ def load(codes, absmax, dtype, through: str | None, block, *, interpreted: bool)
         interpreted: whether this runs in the interpreter, which knows no assembly.
     """
     if interpreted:
-        found = codes[...]
-        return jnp.where(block == 0, found[:, :BLOCK_BYTES], found[:, BLOCK_BYTES:]), absmax[...]
+        words = codes[...]
+        return jnp.where(block == 0, words[:, :BLOCK_BYTES], words[:, BLOCK_BYTES:]), absmax[...]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES), return_type=_PACKED)
     def load(_, codes, absmax):
@@ -133,8 +133,8 @@ def _look_up(packed, dtype) -> np.ndarray:
     for row in range(2):
         words = [vector.extract(pair, [], [index]) for pair in registers[:, row] for index in range(2)]
         for piece in range(2):
-            for nibble, found in enumerate(look_up_in_planes(words[piece], words[2:])):
-                for index, register in enumerate(found):
+            for nibble, registers_of_nibble in enumerate(look_up_in_planes(words[piece], words[2:])):
+                for index, register in enumerate(registers_of_nibble):
                     decoded[4 * nibble + 2 * piece + index, row] = joined([register], dtype)
     return decoded
 
@@ -214,7 +214,7 @@ def _transposed(decoded: np.ndarray, pointer: ir.Value, dtype) -> np.ndarray:
         void = ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, [place, *words], text, "l,r,r,r,r,~{memory}", has_side_effects=True, asm_dialect=0)
     mgpu.utils.warpgroup_barrier()
-    found = np.empty_like(decoded)
+    transposed = np.empty_like(decoded)
     for pair in range(0, BLOCK // 8, 2):
         place = address(arith.addi(second, _constant(pair)), arith.addi(twice, first))
         text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -224,8 +224,8 @@ def _transposed(decoded: np.ndarray, pointer: ir.Value, dtype) -> np.ndarray:
         )
         for index in range(4):
             register = llvm.extractvalue(i32, loaded, [index])  # pyright: ignore[reportArgumentType]
-            found[pair + index // 2, index % 2] = joined([register], dtype)
-    return found
+            transposed[pair + index // 2, index % 2] = joined([register], dtype)
+    return transposed
 
 
 def _word(pair: ir.Value) -> ir.Value:

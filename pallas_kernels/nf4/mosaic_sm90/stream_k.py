@@ -103,9 +103,9 @@ class StreamK(NamedTuple):
         first = self.segment(cta, 0)
         behind = count - (first.end - first.begin)
         turn = lax.select(behind < 0, jnp.int32(0), lax.div(behind, jnp.int32(self.iterations)) + 1)
-        found = self.segment(cta, turn)
-        step = found.begin + lax.select(behind < 0, count, lax.rem(behind, jnp.int32(self.iterations)))
-        return found.row, found.column, step * RS_TERMS
+        segment = self.segment(cta, turn)
+        step = segment.begin + lax.select(behind < 0, count, lax.rem(behind, jnp.int32(self.iterations)))
+        return segment.row, segment.column, step * RS_TERMS
 
 
 def fence():

@@ -33,7 +33,7 @@ from pallas_kernels.transformations import number, with_automatic_axes
 
 
 class Normed(NamedTuple):
-    """What the forward pass of the norm leaves.
+    """Residuals of the norm.
 
     Attributes:
         x: its input.
@@ -49,7 +49,7 @@ class Normed(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What comes back to the norm.
+    """Cotangents of the norm's results.
 
     Attributes:
         residual: the gradient of x beside the norm.

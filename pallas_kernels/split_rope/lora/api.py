@@ -23,7 +23,7 @@ from pallas_kernels.transformations import with_automatic_axes
 
 
 class Gradients(NamedTuple):
-    """What the backward pass gives.
+    """Results of the backward pass.
 
     Attributes:
         base: the gradient of the large product.
@@ -109,12 +109,12 @@ def split_rope_lora_backward(
             f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
         )
     chosen = REGISTRY.chosen(implementation, **_facts(dq, lora_B, cos, heads))
-    found = with_automatic_axes(
+    results = with_automatic_axes(
         lambda *operands: chosen.backward(*operands, heads, rounded),
         *(dq, dk, dv, products, lora_B, cos, sin),
         rows_like=(dq, dq, None, dq),
     )
-    return Gradients(*found)
+    return Gradients(*results)
 
 
 def _facts(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> dict[str, Any]:

@@ -45,10 +45,10 @@ def backward(
     by_head = tuple(array.reshape(1, rows, count, size) for array, count in ((dq, queries), (dk, keys), (dv, keys)))
     [dbase], absmax = turn.backward(by_head, (cos[None], sin[None]), None, False, rounded)
     parts, absmax = _parts(products, lora_B, heads, size), None if absmax is None else absmax[0]
-    found = low_rank_output_gradients(
+    gradients = low_rank_output_gradients(
         dbase, products, lora_B, parts=parts, absmax=absmax, implementation=implementation
     )
-    return dbase, *found
+    return dbase, *gradients
 
 
 def _parts(products: Array, lora_B: Array, heads: tuple[int, int], size: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ HEADS, LENGTH = 12, 160
 
 @pytest.fixture(scope="module")
 def bits():
-    """Of 12 heads with 160 × 160 weights each, float64 in [0, 1)."""
+    """Numbers of 12 heads with 160 × 160 weights each, float64 in [0, 1)."""
     draw = jax.jit(
         lambda seed: dropout.random_bits(
             (seed[0], seed[1]),

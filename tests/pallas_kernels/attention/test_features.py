@@ -207,7 +207,7 @@ def kernel(monkeypatch):
 
 
 def test_an_implementation_that_needs_ranges_gets_them(kernel):
-    """Of ids that are known, or as ranges; each pass once."""
+    """Ranges of ids that are known, or as ranges; each pass once."""
     arrays, ids = inputs(), jnp.asarray(PACKED)
     expected = oracle(*arrays, segment_ids=ids)
     for documents in ({"segment_ids": ids}, {"segment_ranges": once(segment_ranges, ids)}):

@@ -56,7 +56,7 @@ def inputs(dtype=jnp.float32, seed=0, batch=B):
 
 
 def capped(trainable, frozen, hidden):
-    """The same with a scale and a soft cap."""
+    """`project` with a scale and a soft cap."""
     return 5.0 * jnp.tanh(project(trainable, frozen, hidden) * 0.75 / 5.0)
 
 
@@ -135,7 +135,7 @@ def weighted(chunk_size, **options):
 
 
 def weighted_oracle(trainable, hidden, frozen, targets, weights, head=project):
-    """The same of whole logits in float64."""
+    """`weighted` of whole logits in float64."""
 
     def total(trainable, hidden):
         found = reference.token_log_probs(head(trainable, wide[2], hidden), targets)

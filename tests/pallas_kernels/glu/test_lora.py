@@ -40,7 +40,7 @@ def operands(rank, shared, down, dtype, rows=ROWS, features=FEATURES, make=None)
 
 
 def exact(arrays, activation):
-    """The same as `results`, in float64 by differentiation."""
+    """The arrays of `results` in float64 by differentiation."""
     with jax.enable_x64(True):
         gate_up, products, b, dh, a, dproducts = (None if v is None else v.astype(jnp.float64) for v in arrays)
         (h, down_products), pullback = jax.vjp(

@@ -122,7 +122,7 @@ def test_absent_pairs_read_few_rows(share):
 
 
 def test_only_numbers_are_scattered():
-    """Those of the inverse permutation; gradients are gathered."""
+    """The order of the inverse permutation; gradients are gathered."""
 
     def loss(logits, y):
         routing = moe_routing.route(logits, RouterSettings(2, groups=2, groups_per_token=1))
