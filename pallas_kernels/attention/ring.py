@@ -49,10 +49,10 @@ def ring_attention(
         axis: the mesh axis over which the rows lie.
         segment_ranges: of the whole rows, S tokens in their order; None: each is one document.
         sliding_window: as in `attention`.
-        logits_soft_cap: likewise.
-        sinks: likewise.
-        scale: likewise.
-        implementation: likewise; of all calls on pairs of parts.
+        logits_soft_cap: as in `attention`.
+        sinks: as in `attention`.
+        scale: as in `attention`.
+        implementation: as in `attention`; of all calls on pairs of parts.
 
     Returns:
         The weighted values of this device's queries; differentiable in q, k, v and sinks.
@@ -135,7 +135,7 @@ class _Queries(NamedTuple):
     Attributes:
         q: [B, C, H, D].
         lse: of the whole row's logits, [B, C, H]; +inf for a query that sees nothing.
-        delta: rowsum(dout ∘ out), likewise.
+        delta: rowsum(dout ∘ out), [B, C, H].
         dout: gradient of the output, [B, C, H, Dv].
         out: the output.
     """

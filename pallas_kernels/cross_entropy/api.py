@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from pallas_kernels.cross_entropy.chunks import Call, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
+from pallas_kernels.cross_entropy.chunks import HeadCall, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
 from pallas_kernels.cross_entropy.reference import CrossEntropy
 from pallas_kernels.cross_entropy.rows import Options, sums_of
 from pallas_kernels.transformations import custom_vjp
@@ -75,7 +75,7 @@ def chunked_cross_entropy(
 
 
 @custom_vjp(nondiff_argnums=(0,))
-def _cross_entropy(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> CrossEntropy:
+def _cross_entropy(call: HeadCall, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> CrossEntropy:
     """The loss alone, without differentiation."""
 
     def step(sums: CrossEntropy, _: Array, piece: Array, chunk_targets: Array) -> tuple[CrossEntropy, None]:
@@ -87,7 +87,7 @@ def _cross_entropy(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array,
 
 
 def _forward(
-    call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
+    call: HeadCall, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
 ) -> tuple[CrossEntropy, tuple[PyTree, Array]]:
     """The loss, and as residuals its gradients in trainable and hidden."""
 
@@ -109,7 +109,9 @@ def _forward(
     return sums, (dtrainable, dhidden[:, : hidden.shape[1]])
 
 
-def _backward(call: Call, residuals: tuple[PyTree, Array], cotangent: CrossEntropy) -> tuple[PyTree, None, Array, None]:
+def _backward(
+    call: HeadCall, residuals: tuple[PyTree, Array], cotangent: CrossEntropy
+) -> tuple[PyTree, None, Array, None]:
     dtrainable, dhidden = jax.tree.map(
         lambda gradient: (cotangent.loss_sum * gradient.astype(jnp.float32)).astype(gradient.dtype), residuals
     )

@@ -21,7 +21,7 @@ from pallas_kernels.transformations import number
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
 
 
-class Call(NamedTuple):
+class HeadCall(NamedTuple):
     """The static part of a call of an operation.
 
     Attributes:
@@ -46,7 +46,7 @@ def checked_call(
     chunk_size: int,
     options: Options,
     implementation: str | None,
-) -> Call:
+) -> HeadCall:
     """The call of an operation, if its arguments fit.
 
     Args:
@@ -88,11 +88,11 @@ def checked_call(
                 f"{name}: trainable leaves must be floating-point, got "
                 f"{leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'}; pass it in frozen"
             )
-    return Call(project, min(chunk_size, hidden.shape[1]), options, implementation)
+    return HeadCall(project, min(chunk_size, hidden.shape[1]), options, implementation)
 
 
 def scan_chunks(
-    call: Call, step: Callable[..., tuple[Any, Any]], carry: Any, hidden: Array, targets: Array, *others: Array
+    call: HeadCall, step: Callable[..., tuple[Any, Any]], carry: Any, hidden: Array, targets: Array, *others: Array
 ) -> tuple[Any, Any]:
     """`lax.scan` over a sequence's chunks.
 
@@ -117,14 +117,14 @@ def scan_chunks(
     return lax.scan(body, carry, jnp.arange(0, arrays[0].shape[1], size, dtype=jnp.int32))
 
 
-def zeros_in_chunks(call: Call, hidden: Float[Array, "B S E"]) -> Float[Array, "B P E"]:
+def zeros_in_chunks(call: HeadCall, hidden: Float[Array, "B S E"]) -> Float[Array, "B P E"]:
     """Room for the gradient of hidden in whole chunks."""
     # Of hidden's sharding and devices, by its type; the compiler sees zeros.
     return jnp.where(True, jnp.zeros((), hidden.dtype), _pad(hidden, call.chunk_size))
 
 
-def rows_of(call: Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:
-    """`Rows` of a chunk's logits, and where it is differentiated their gradient behind them."""
+def rows_of(call: HeadCall, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:
+    """`RowStatistics` of a chunk's logits, and where it is differentiated their gradient behind them."""
     chosen = REGISTRY.chosen(call.implementation, shape=logits.shape, dtype=logits.dtype)
     return (chosen.backward if differentiated else chosen.forward)(logits, targets, call.options)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from pallas_kernels.cross_entropy.chunks import Call, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
+from pallas_kernels.cross_entropy.chunks import HeadCall, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
 from pallas_kernels.cross_entropy.rows import Options, log_probs_of
 from pallas_kernels.transformations import custom_vjp
 
@@ -66,7 +66,7 @@ def token_log_probs(
 
 
 @custom_vjp(nondiff_argnums=(0,))
-def _log_probs(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> Array:
+def _log_probs(call: HeadCall, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> Array:
     """The log-probabilities alone, without differentiation."""
 
     def step(carry: None, _: Array, piece: Array, chunk_targets: Array) -> tuple[None, Array]:
@@ -77,7 +77,7 @@ def _log_probs(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, tar
     return _whole(scan_chunks(call, step, None, hidden, targets)[1], hidden.shape[1])
 
 
-def _forward(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array):
+def _forward(call: HeadCall, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array):
     """The log-probabilities, and the residuals: −d log p / d hidden, and of a trained head what its gradient needs."""
 
     def step(dhidden: Array, start: Array, piece: Array, chunk_targets: Array) -> tuple[Array, Array]:
@@ -92,7 +92,7 @@ def _forward(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targe
     return _whole(log_probs, hidden.shape[1]), (dhidden[:, : hidden.shape[1]], trainable, head)
 
 
-def _backward(call: Call, residuals: tuple, cotangent: Float[Array, "B S"]):
+def _backward(call: HeadCall, residuals: tuple, cotangent: Float[Array, "B S"]):
     dhidden, trainable, head = residuals
     dhidden = (-cotangent[:, :, None] * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
     dtrainable = trainable if head is None else _head_gradient(call, trainable, head, cotangent)
@@ -103,7 +103,7 @@ _log_probs.defvjp(_forward, _backward)
 
 
 def _head_gradient(
-    call: Call, trainable: PyTree, head: tuple[PyTree, Array, Array], cotangent: Float[Array, "B S"]
+    call: HeadCall, trainable: PyTree, head: tuple[PyTree, Array, Array], cotangent: Float[Array, "B S"]
 ) -> PyTree:
     """The gradient in the head's trained arrays; the logits are computed again."""
     frozen, hidden, targets = head

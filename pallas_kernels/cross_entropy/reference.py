@@ -18,7 +18,7 @@ class CrossEntropy(NamedTuple):
         num_targets: number of positions whose target is not ``IGNORE_INDEX``, int32.
         num_correct: how many of them have their target as the first largest logit, int32.
         cross_entropy_sum: Σ (logsumexp(logits) − logits[target]) in nats, in the dtype of `loss_sum`.
-        z_loss_sum: Σ logsumexp(logits)², without its coefficient, likewise.
+        z_loss_sum: Σ logsumexp(logits)², without its coefficient.
     """
 
     loss_sum: Float[Array, ""]

@@ -46,7 +46,7 @@ class Options(NamedTuple):
         return gradient * self.scale if self.scale != 1.0 else gradient
 
 
-class Rows(NamedTuple):
+class RowStatistics(NamedTuple):
     """Numbers of each row of logits; without meaning where the target is ``IGNORE_INDEX``.
 
     Attributes:
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     correct: Bool[Array, "B C"]
 
 
-def log_probs_of(rows: Rows, targets: Int[Array, "B C"], vocab: int) -> Float[Array, "B C"]:
+def log_probs_of(rows: RowStatistics, targets: Int[Array, "B C"], vocab: int) -> Float[Array, "B C"]:
     """Log-probabilities of the targets; 0 where it is ``IGNORE_INDEX``, NaN where it is outside the vocabulary.
 
     Args:
@@ -74,7 +74,7 @@ def log_probs_of(rows: Rows, targets: Int[Array, "B C"], vocab: int) -> Float[Ar
     return jnp.where(targets == IGNORE_INDEX, 0.0, right)
 
 
-def sums_of(rows: Rows, targets: Int[Array, "B C"], vocab: int, options: Options) -> CrossEntropy:
+def sums_of(rows: RowStatistics, targets: Int[Array, "B C"], vocab: int, options: Options) -> CrossEntropy:
     """The sums over rows; NaN where a target is outside the vocabulary.
 
     Args:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.cross_entropy.config import COLUMNS, NUM_WARPS
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
-from pallas_kernels.cross_entropy.rows import Options, Rows
+from pallas_kernels.cross_entropy.rows import Options, RowStatistics
 
 #: Below every logit, and finite: a block of logits that are all −∞ gives no NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -31,7 +31,7 @@ def forward(
     options: Options,
     columns: int = COLUMNS,
     interpret: bool = False,
-) -> Rows:
+) -> RowStatistics:
     """The numbers of the rows; `columns` are those of a block, a power of two."""
     return _call(logits, targets, options, columns, False, interpret)[0]
 
@@ -42,7 +42,7 @@ def backward(
     options: Options,
     columns: int = COLUMNS,
     interpret: bool = False,
-) -> tuple[Rows, Float[Array, "B C V"]]:
+) -> tuple[RowStatistics, Float[Array, "B C V"]]:
     """The numbers of the rows, and the gradient of the loss in the logits."""
     return _call(logits, targets, options, columns, True, interpret)
 
@@ -50,7 +50,7 @@ def backward(
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _call(
     logits: Array, targets: Array, options: Options, columns: int, differentiated: bool, interpret: bool
-) -> tuple[Rows, Any]:
+) -> tuple[RowStatistics, Any]:
     count, vocab = targets.size, logits.shape[-1]
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     gradient, logsumexp, target, mean, correct = pl.pallas_call(
@@ -68,7 +68,7 @@ def _call(
         interpret=interpret,
         name="cross_entropy_rows",
     )(logits.reshape(count, vocab), targets.reshape(count))
-    rows = Rows(logsumexp, target, mean, correct == 1)
+    rows = RowStatistics(logsumexp, target, mean, correct == 1)
     rows = jax.tree.map(lambda values: values.reshape(targets.shape), rows)
     return rows, None if gradient is None else gradient.reshape(logits.shape)
 

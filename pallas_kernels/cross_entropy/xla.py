@@ -10,17 +10,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
-from pallas_kernels.cross_entropy.rows import Options, Rows
+from pallas_kernels.cross_entropy.rows import Options, RowStatistics
 
 
-def forward(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options) -> Rows:
+def forward(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options) -> RowStatistics:
     """The numbers of the rows."""
     return _numbers(_finished(logits, options), targets, options)
 
 
 def backward(
     logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options
-) -> tuple[Rows, Float[Array, "B C V"]]:
+) -> tuple[RowStatistics, Float[Array, "B C V"]]:
     """The numbers of the rows, and the gradient of the loss in the logits."""
     logits32, words = _finished(logits, options), lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     rows = _numbers(logits32, targets, options)
@@ -35,14 +35,14 @@ def backward(
     return rows, jnp.where(counted, gradient, 0.0).astype(logits.dtype)
 
 
-def _numbers(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options) -> Rows:
+def _numbers(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options) -> RowStatistics:
     words = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     logsumexp = maximum[:, :, 0] + jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1))
     target = jnp.sum(jnp.where(words == targets[:, :, None], logits, 0.0), axis=-1)
     first_maximum = jnp.min(jnp.where(logits == maximum, words, logits.shape[2]), axis=-1)
     mean = jnp.mean(logits, axis=-1) if options.label_smoothing else None
-    return Rows(logsumexp, target, mean, first_maximum == targets)
+    return RowStatistics(logsumexp, target, mean, first_maximum == targets)
 
 
 def _finished(products: Float[Array, "B C V"], options: Options) -> Float[Array, "B C V"]:

@@ -15,7 +15,7 @@ from pallas_kernels.float8.scales import scale_from, scale_of
 
 #: Most columns of a row that a program holds in registers.
 MOST_COLUMNS = 32768
-#: Likewise of codes whose blocks are brought to one scale.
+#: Most columns of codes whose blocks are brought to one scale.
 MOST_JOINED = 2 * MOST_COLUMNS
 
 

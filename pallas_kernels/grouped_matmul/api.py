@@ -90,7 +90,7 @@ def grouped_matmul_dw(
         dy: gradient of the products.
         x: of dy's dtype.
         group_sizes: as in `grouped_matmul`.
-        rows: likewise, for x.
+        rows: as in `grouped_matmul`, for x.
         dtype: of the result; None: dy's.
         implementation: None, "mosaic", "triton" or "xla".
 

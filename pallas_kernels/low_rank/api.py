@@ -71,8 +71,8 @@ def low_rank_output_gradients(
     Args:
         dy: the gradient of the sum.
         products: as in `low_rank_add`.
-        lora_B: likewise.
-        parts: likewise.
+        lora_B: as in `low_rank_add`.
+        parts: as in `low_rank_add`.
         absmax: float32, the largest magnitude in each row of dy; None: it is not wanted in float8.
         implementation: None, "triton" or "xla".
 
@@ -109,7 +109,7 @@ def low_rank_round_rows(
         dy: the gradient of the sum.
         absmax: float32, the largest magnitude in each of its rows.
         lora_B: as in `low_rank_add`.
-        parts: likewise.
+        parts: as in `low_rank_add`.
         implementation: None, "triton" or "xla".
 
     Raises:

@@ -62,9 +62,9 @@ def rms_norm_in_stream(
 
     Args:
         x: as of `rms_norm`.
-        weight: likewise.
-        eps: likewise.
-        offset: likewise.
+        weight: as of `rms_norm`.
+        eps: as of `rms_norm`.
+        offset: as of `rms_norm`.
         implementation: None, "triton" or "xla".
 
     Returns:

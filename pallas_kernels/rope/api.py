@@ -47,7 +47,7 @@ def check_tables(op: str, cos: Array, sin: Array, heads: tuple[int, int, int]) -
     Args:
         op: the operation's name, for the message.
         cos: as in `rope`.
-        sin: likewise.
+        sin: as in `rope`.
         heads: (batch, length, head size).
     """
     batch, length, size = heads

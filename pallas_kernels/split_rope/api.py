@@ -2,7 +2,7 @@
 
 Between the product of an attention's input with the weights of all three and the attention itself lies a pass over
 memory: the product is read once, and queries, keys and values are each written once, as arrays of their own with the
-rotary embedding (arXiv 2104.09864) applied. The backward pass likewise writes the gradient of the product as one array.
+rotary embedding (arXiv 2104.09864) applied. The backward pass writes the gradient of the product as one array.
 
 Implementations, in order of preference:
 
@@ -36,7 +36,7 @@ def split_rope(
     Args:
         qkv: for each token the features of H query heads, K key heads and K value heads, N = (H + 2K) · D.
         cos: as in ``rope.rope``; None: nothing turns.
-        sin: likewise.
+        sin: as in ``rope.rope``.
         heads: H.
         key_heads: K.
         interleaved: as in ``rope.rope``.

@@ -14,9 +14,9 @@ from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
 from pallas_kernels.attention.mosaic_sm90.config import (
+    CallFacts,
     DkvConfig,
     DqConfig,
-    Facts,
     ForwardConfig,
     dkv_config,
     dq_config,
@@ -79,8 +79,8 @@ def backward(
         operands: of the forward pass.
         cotangents: of its results.
         options: of the call.
-        dq: block sizes of the kernel for dq, likewise.
-        dkv: block sizes of the kernel for dk and dv, likewise.
+        dq: block sizes of the kernel for dq; by default those of such a call.
+        dkv: those of the kernel for dk and dv.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     q, k, v, mask, _, seed = operands
@@ -108,7 +108,7 @@ def _copyable(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
 
 
-def _facts(operands: Operands, options: Options) -> Facts:
+def _facts(operands: Operands, options: Options) -> CallFacts:
     q, k, v, mask, *_ = operands
     grouped = q.shape[2] // k.shape[2] % 2 == 0  # tiles of two query heads that share their keys are possible
-    return Facts(q.dtype, q.shape[3], v.shape[3], options, mask.ranges is not None, grouped)
+    return CallFacts(q.dtype, q.shape[3], v.shape[3], options, mask.ranges is not None, grouped)

@@ -21,7 +21,7 @@ from pallas_kernels.attention.call import Mask, Options
 from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
-from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.rows import VisibleColumns
 from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.ranges import TILE
 
@@ -75,7 +75,7 @@ def backward_dkv(
 def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
     batch, keys, key_heads, _ = refs.k.shape
     group = refs.q.shape[2] // key_heads
-    rows = Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
+    rows = VisibleColumns(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
     warpgroup, parts = lax.axis_index("warpgroup"), 1 if config.split else 2
     schedule = Schedule(
         refs,

@@ -21,7 +21,7 @@ from pallas_kernels.attention.call import Mask, Options
 from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
-from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.rows import VisibleColumns
 from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.ranges import TILE
 
@@ -51,7 +51,7 @@ def backward_dq(
         v: values [B, T, K, Dv].
         dout: cotangent of the output, [B, S, H, Dv] in q's dtype.
         lse: −log-sum-exp / scale, with a soft cap −log-sum-exp · log₂ e; float32 [B, H, S padded to tiles].
-        delta: −(rowsum(dout ∘ out) − dlse), likewise.
+        delta: −(rowsum(dout ∘ out) − dlse), of lse's shape.
         mask: its ranges and offset.
         seed: uint32 [2].
         keys: T; rows of k and v behind it are padding.
@@ -90,7 +90,7 @@ def backward_dq(
 def _kernel(refs, *, keys: int, ctas: int, options: Options, config: DqConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    rows = VisibleColumns(refs.start, refs.end, refs.offset, length, keys, options)
     warpgroup = lax.axis_index("warpgroup")
     schedule = Schedule(
         refs,

@@ -70,7 +70,7 @@ class DkvConfig:
     split: bool = False
 
 
-class Facts(NamedTuple):
+class CallFacts(NamedTuple):
     """The facts of a call that decide its block sizes.
 
     Attributes:
@@ -111,7 +111,7 @@ _DQ = {(64, "nothing"): DqConfig(stages=4, buffers=2, heads=2)} | dict.fromkeys(
 _DKV = {(64, "nothing"): DkvConfig(block_q=128, stages=2), (128, "cap"): DkvConfig(stages=2)}
 
 
-def forward_config(call: Facts) -> ForwardConfig:
+def forward_config(call: CallFacts) -> ForwardConfig:
     """Block sizes as measured; without a measurement the largest that leave registers for the options."""
     if call.measured in _FORWARD:
         return _FORWARD[call.measured]
@@ -124,8 +124,8 @@ def forward_config(call: Facts) -> ForwardConfig:
     return ForwardConfig(stages=4 if largest <= 64 else 2)
 
 
-def dq_config(call: Facts) -> DqConfig:
-    """Block sizes likewise."""
+def dq_config(call: CallFacts) -> DqConfig:
+    """Block sizes of dq's kernel, chosen as `forward_config` does."""
     if call.measured in _DQ:
         return _DQ[call.measured]
     largest, options = max(call.size, call.value_size), call.options
@@ -140,8 +140,8 @@ def dq_config(call: Facts) -> DqConfig:
     return DqConfig(stages=4 if largest <= 64 else 2)
 
 
-def dkv_config(call: Facts) -> DkvConfig:
-    """Block sizes likewise."""
+def dkv_config(call: CallFacts) -> DkvConfig:
+    """Block sizes of the kernel for dk and dv, chosen as `forward_config` does."""
     if call.measured in _DKV:
         return _DKV[call.measured]
     together, options = call.size + call.value_size, call.options

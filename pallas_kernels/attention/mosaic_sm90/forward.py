@@ -20,7 +20,7 @@ from pallas_kernels.attention.call import Mask, Options
 from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, LOWEST, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ForwardConfig
-from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.rows import VisibleColumns
 from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.ranges import TILE
 
@@ -93,7 +93,7 @@ def forward(
 def _kernel(refs, *, keys: int, ctas: int, options: Options, config: ForwardConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    rows = VisibleColumns(refs.start, refs.end, refs.offset, length, keys, options)
     warpgroup = lax.axis_index("warpgroup")
     schedule = Schedule(
         refs,

@@ -11,7 +11,7 @@ from pallas_kernels.attention.call import Options
 from pallas_kernels.attention.mosaic_sm90.common import MASKED, ROWS, WARPGROUP_ROWS, broadcast_rows
 
 
-class Rows(NamedTuple):
+class VisibleColumns(NamedTuple):
     """The mask of a kernel's rows (queries, or keys in the transposed kernel): each sees the columns [start, end).
 
     Attributes:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_sm90.common import WARPGROUP_ROWS
-from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.rows import VisibleColumns
 from pallas_kernels.attention.ranges import TILE
 
 
@@ -58,7 +58,7 @@ class Schedule:
     """
 
     refs: Any
-    rows: Rows
+    rows: VisibleColumns
     batch: int
     heads: int
     ctas: int

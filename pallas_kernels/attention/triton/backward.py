@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention.call import Cotangents, Operands, Options
-from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
+from pallas_kernels.attention.triton.common import LOG2_E, KernelCall, offset_of_row
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, queries_of, visit
 from pallas_kernels.attention.triton.loads import load_numbers, load_rows, padded, rows_of, store_rows
@@ -59,7 +59,7 @@ def dkv(
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads
-    call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
+    call = KernelCall(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
     documents = None if ranges is None else Ranges(ranges.q_start, ranges.q_end)
     row = pl.BlockSpec((None, keys), lambda i, h, b: (b, 0))
     key, value = (
@@ -93,7 +93,19 @@ def dkv(
 
 
 def _dkv_kernel(
-    q_ref, k_ref, v_ref, dout_ref, shift_ref, delta_ref, ranges, offset_ref, seed_ref, dk_ref, dv_ref, *, call: Call
+    q_ref,
+    k_ref,
+    v_ref,
+    dout_ref,
+    shift_ref,
+    delta_ref,
+    ranges,
+    offset_ref,
+    seed_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    call: KernelCall,
 ):
     options, tiles = call.options, call.tiles
     first = pl.program_id(0) * tiles.keys  # under a causal mask the first keys have most queries
@@ -145,7 +157,7 @@ def dq(
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads
-    call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
+    call = KernelCall(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
     documents = None if ranges is None else Ranges(ranges.k_start, ranges.k_end)
     row = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
     query, dquery = (
@@ -175,7 +187,7 @@ def dq(
 
 
 def _dq_kernel(
-    q_ref, k_ref, v_ref, dout_ref, shift_ref, delta_ref, ranges, offset_ref, seed_ref, dq_ref, *, call: Call
+    q_ref, k_ref, v_ref, dout_ref, shift_ref, delta_ref, ranges, offset_ref, seed_ref, dq_ref, *, call: KernelCall
 ):
     options, tiles = call.options, call.tiles
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * tiles.queries

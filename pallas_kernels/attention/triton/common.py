@@ -19,7 +19,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelCall:
     """The static part of a kernel; grids are (tile, head, row of the batch).
 
     Attributes:

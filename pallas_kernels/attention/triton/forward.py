@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.attention.call import Operands, Options
-from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
+from pallas_kernels.attention.triton.common import LOG2_E, KernelCall, offset_of_row
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, visit
 from pallas_kernels.attention.triton.loads import load_rows, padded, rows_of, store_numbers, store_rows
@@ -49,7 +49,7 @@ def _forward(q, k, v, ranges, query_offset, sinks, seed, options: Options, tiles
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads
-    call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
+    call = KernelCall(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
     documents = None if ranges is None else Ranges(ranges.k_start, ranges.k_end)
     row = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
     return pl.pallas_call(
@@ -78,7 +78,7 @@ def _forward(q, k, v, ranges, query_offset, sinks, seed, options: Options, tiles
     )(q, k, v, documents, query_offset, sinks, seed)
 
 
-def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_ref, lse_ref, *, call: Call):
+def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_ref, lse_ref, *, call: KernelCall):
     options, tiles = call.options, call.tiles
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * tiles.queries
     last = jnp.minimum(first + tiles.queries, call.queries) - 1

@@ -3,7 +3,7 @@
 Of a block down(act(gate) · up) the large products and the rank products x·Aᵀ are made elsewhere; this is the part
 between them. gate and up come as W leaves them, and their adapters' B is applied to the rank products x·Aᵀ on the way
 in, so that no pass over gate and up is made for it; the rank product of the down projection, h·Aᵀ, is made on the way
-out. The backward pass likewise adds the down adapter's part to the gradient of h, and makes the gradients of gate's and
+out. The backward pass adds the down adapter's part to the gradient of h, and makes the gradients of gate's and
 up's B and of down's A while their operands are in registers: h is never stored for it.
 
 Implementations, in order of preference:

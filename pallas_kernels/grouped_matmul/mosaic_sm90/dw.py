@@ -51,7 +51,7 @@ def dw(
 
     Args:
         dy: bfloat16 or float16, [M, N]; rows are a multiple of 8, columns of 64.
-        x: of dy's dtype, [T, K]; likewise.
+        x: of dy's dtype, [T, K]; of such multiples.
         group_sizes: int32 [X].
         rows: int32 [M], row of x for each row of dy; None: x's own.
         dtype: of the result, of 16 bits or float32.

@@ -63,7 +63,7 @@ def dequantize(
     return kernel(codes, absmax)
 
 
-# Under jit of its own likewise.
+# Under jit of its own, as above.
 @functools.partial(jax.jit, static_argnames=("dtype", "tile", "through", "interpret"))
 def dequantize_shared(
     codes: Shared,

@@ -89,10 +89,10 @@ def split_rope_lora_backward(
     Args:
         gradients: of queries, keys and values.
         products: as in `split_rope_lora_forward`.
-        lora_B: likewise.
-        cos: likewise.
-        sin: likewise.
-        heads: likewise.
+        lora_B: as in `split_rope_lora_forward`.
+        cos: as in `split_rope_lora_forward`.
+        sin: as in `split_rope_lora_forward`.
+        heads: as in `split_rope_lora_forward`.
         rounded: whether the gradient of the large product is wanted in float8 too.
         implementation: None, "triton" or "xla".
 
