@@ -13,7 +13,7 @@ from convert.files import atomic_file
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fastjax.training.report.comparison import Run
+    from fastjax.training.report.comparison import ComparedRun
 
 
 def main(argv: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     console.print(_table(runs))
     differences = differing_settings(runs)
     if differences:
-        names = ", ".join(difference.name for difference in differences)
+        names = ", ".join(differences)
         console.print(f"settings that differ: {names}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"comparison: {arguments.output}", highlight=False, markup=False, soft_wrap=True)
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _table(runs: "Sequence[Run]") -> Table:
+def _table(runs: "Sequence[ComparedRun]") -> Table:
     """The figures, a column for each run."""
     from fastjax.training.report.comparison import figures
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from fastjax.errors import ConfigError
 from fastjax.runs.folder import RunFolder
 from fastjax.training.metrics import read_rows
-from fastjax.training.report.comparison import Run
+from fastjax.training.report.comparison import ComparedRun
 from fastjax.training.report.history import History
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
+def read_runs(folders: Sequence[str]) -> list[ComparedRun]:
     """Read runs, whether at work, stopped or finished.
 
     A run is called by its `output.run_name` or its folder's name, or by its path where another run has that name.
@@ -33,7 +33,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
     return [run._replace(name=run.folder) if names.count(run.name) > 1 else run for run in runs]
 
 
-def _read(folder: str) -> Run:
+def _read(folder: str) -> ComparedRun:
     place = RunFolder(Path(folder), Path(folder) / "adapter")
     if not place.metrics.is_file():
         found = "one without" if place.path.is_dir() else "a file" if place.path.exists() else "no such folder"
@@ -43,4 +43,4 @@ def _read(folder: str) -> Run:
         raise ConfigError(f"{place.metrics}: expected a run with at least one train step, got none")
     settings = {name: keys for name, keys in (place.read_settings() or {}).items() if isinstance(keys, dict)}
     name = settings.get("output", {}).get("run_name") or place.path.resolve().name
-    return Run(str(name), folder, settings, history)
+    return ComparedRun(str(name), folder, settings, history)

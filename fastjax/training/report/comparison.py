@@ -16,7 +16,7 @@ _OWN_NAMES = ("output.output_dir", "output.run_name")
 """Settings that name a run; the page says them above."""
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run to compare.
 
     Attributes:
@@ -32,19 +32,7 @@ class Run(NamedTuple):
     history: History
 
 
-class Difference(NamedTuple):
-    """A setting that is not the same in all runs.
-
-    Attributes:
-        name: section.key.
-        values: of each run, as YAML would write it; None: unknown.
-    """
-
-    name: str
-    values: list[str | None]
-
-
-def comparison_page(runs: Sequence[Run]) -> str:
+def comparison_page(runs: Sequence[ComparedRun]) -> str:
     """The page of several runs.
 
     Args:
@@ -66,27 +54,27 @@ def comparison_page(runs: Sequence[Run]) -> str:
     )
 
 
-def figures(runs: Sequence[Run]) -> dict[str, list[Fact | None]]:
+def figures(runs: Sequence[ComparedRun]) -> dict[str, list[Fact | None]]:
     """The figures at the top of a report, of each run: label → facts; None: the run has none of it."""
     by_label = [{fact.label: fact for fact in headline(run.history)} for run in runs]
     labels = dict.fromkeys(label for facts in by_label for label in facts)
     return {label: [facts.get(label) for facts in by_label] for label in labels}
 
 
-def differing_settings(runs: Sequence[Run]) -> list[Difference]:
-    """The settings in which the runs differ, but for their folders and names.
+def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
+    """The settings in which the runs differ, but for their folders and names: section.key → values, None: unknown.
 
     Args:
         runs: the runs; one of unknown settings differs from none.
     """
     known = [{setting.name: setting.value for setting in list_settings(run.settings, {})} for run in runs]
     names = [name for name in dict.fromkeys(name for values in known for name in values) if name not in _OWN_NAMES]
-    settings = [Difference(name, [values.get(name) for values in known]) for name in names]
+    settings = {name: [values.get(name) for values in known] for name in names}
     compared = [index for index, values in enumerate(known) if values]
-    return [one for one in settings if len({one.values[index] for index in compared}) > 1]
+    return {name: values for name, values in settings.items() if len({values[index] for index in compared}) > 1}
 
 
-def overlaid(runs: Sequence[Run]) -> list[Panel]:
+def overlaid(runs: Sequence[ComparedRun]) -> list[Panel]:
     """The plots of the runs, a line each.
 
     Args:
@@ -113,7 +101,7 @@ def overlaid(runs: Sequence[Run]) -> list[Panel]:
     return [panel if panel.wide else _without_legend(panel) for panel in panels if panel.series]
 
 
-def _steps(runs: Sequence[Run], name: str, *, whole: bool = False) -> list[Series]:
+def _steps(runs: Sequence[ComparedRun], name: str, *, whole: bool = False) -> list[Series]:
     """A line of each run that knows the figure: its running median, or as it is."""
     lines = []
     for index, run in enumerate(runs):
@@ -126,7 +114,7 @@ def _steps(runs: Sequence[Run], name: str, *, whole: bool = False) -> list[Serie
     return lines
 
 
-def _held_out(runs: Sequence[Run], name: str) -> list[Series]:
+def _held_out(runs: Sequence[ComparedRun], name: str) -> list[Series]:
     lines = [held_out(run.history, name, run.name, *_look(index)) for index, run in enumerate(runs)]
     return [line._replace(group=line.label) for (line,) in filter(None, lines)]
 
