@@ -8,7 +8,7 @@ import dataclasses
 
 from convert.errors import shown
 from convert.model.paths import WeightPath
-from convert.quantization_aware import FILE, QuantizationAware
+from convert.quantization_aware import QuantizationAware
 from fastjax.errors import ConfigError
 from fastjax.lora.quantized import Quantizer
 from fastjax.models.decoder import Decoder
@@ -18,8 +18,6 @@ from fastjax.models.moe import Mixture
 from fastjax.models.projection import Projection
 from fastjax.quantization.fake import ACTIVATIONS, GGML, WEIGHTS
 from fastjax.quantization.weights import as_weight
-
-__all__ = ["FILE", "QuantizationAware", "quantize_layers"]
 
 #: What packed weights of a base are called, by the only format of theirs that merged ones may go to.
 _OWN = {"nf4": ("NF4",)}

@@ -45,10 +45,6 @@ class DenseWeight(Weight):
         dims = (((0, 1), (0, 1)), ((), ()))
         return jax.lax.dot_general(dy, x, dims, precision=precision).astype(self.array.dtype)
 
-    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
-        """The array in `dtype`."""
-        return self.array.astype(dtype)
-
     def grouped_gradient(
         self,
         dy: Float[Array, "M out"],
@@ -60,15 +56,17 @@ class DenseWeight(Weight):
         return grouped_matmul_dw(dy, x, group_sizes, rows=rows, dtype=self.array.dtype)
 
     def _decoded(self, x: Array) -> tuple[Array, Array]:
-        return x, self.experts(x.dtype)
+        return x, self.dequantize(x.dtype)
 
     def rows(self, rows: slice) -> "DenseWeight":
         """Some of the output rows."""
         return DenseWeight(self.array[..., rows, :])
 
-    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "*X out in"]:
         """The array in `dtype`."""
         return self.array.astype(dtype)
+
+    experts = dequantize
 
     def concatenate(self, others: "list[DenseWeight]") -> "DenseWeight | None":
         """One array, or None where dtypes differ."""

@@ -141,10 +141,6 @@ class MixedWeight(Weight):
         """The whole matrix in `dtype`."""
         return jnp.concatenate([piece.dequantize(dtype) for piece in self._pieces])
 
-    def concatenate(self, others: "list[MixedWeight]") -> None:
-        """None: mixed weights are mixed again."""
-        return None
-
     def axes(self, out: str | None, into: str | None) -> Axes:
         """The axes of its weights' arrays."""
         return MixedWeight(tuple(piece.axes(out, into) for piece in self._pieces))

@@ -1,9 +1,13 @@
-"""The table of policies of rematerialisation: by layer, by speed, by memory."""
+"""The table of policies of rematerialisation: by layer, by speed, by memory; the compiler's options that they need."""
 
+import jax
 import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.execution.policies import LONG_ROW, POLICIES, candidates, check_policy, policy_of
+from fastjax.execution.remat import compiler_options
+from fastjax.language_model import FastLanguageModel
+from tests.support import tiny
 
 
 def test_the_first_layers_have_a_policy_of_their_own():
@@ -34,3 +38,17 @@ def test_candidates_begin_with_the_fastest():
 @pytest.mark.parametrize("row", [2048, LONG_ROW])
 def test_what_keeps_everything_is_no_candidate(row):
     assert set(candidates(row, hidden=True)) == set(POLICIES) - {"none"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloading_layers_one_by_one_needs_fences(policy):
+    model = FastLanguageModel.from_config(
+        tiny.CONFIG, max_seq_length=32, use_gradient_checkpointing=policy, layer_loop="unroll"
+    )
+    if not policy.startswith("offload"):
+        assert compiler_options(model.graphdef) == compiler_options(model.graphdef, gathers=True) == {}
+    elif jax.__version_info__ < (0, 11):
+        with pytest.raises(ConfigError, match="expected 'scan'"):
+            compiler_options(model.graphdef)
+    else:
+        assert any("fencing" in name for name in compiler_options(model.graphdef))

@@ -8,6 +8,7 @@ from flax import nnx
 
 from fastjax.lora import reference
 from fastjax.lora.linear import project, split_parts
+from fastjax.lora.params import LoraEmbedding
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
 
 SIZES = (("q_proj", 128), ("k_proj", 64), ("v_proj", 64))
@@ -156,3 +157,26 @@ def test_nothing_large_is_kept(name):
     inputs = [leaf for leaf in kept if leaf.shape == x.shape]
     # with DoRA and dropout each projection has its own input, of which there is no other copy
     assert len(inputs) <= (1 if not (options.get("dora") and options.get("dropout")) else 4)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_embeddings_adapter_equals_the_plain_table(dora):
+    """Rows of W + s·(B·A)ᵀ: values and gradients."""
+    vocabulary, width, rank, maker = 40, 24, 4, Maker()
+    table, a, b = maker.normal(vocabulary, width), maker.normal(rank, vocabulary), maker.normal(width, rank)
+    magnitude = 1.0 + jnp.abs(maker.normal(width)) if dora else None
+    tokens = jnp.asarray(maker.rng.integers(0, vocabulary, (2, 9)), jnp.int32)
+    graphdef, state = nnx.split(LoraEmbedding(a, b, magnitude, scaling=1.5))
+    weights = maker.normal(2, 9, width)
+
+    def unit(trained):
+        adapter = nnx.merge(graphdef, trained)
+        return jnp.sum(weights * adapter(tokens, jnp.take(table, tokens, axis=0), table))
+
+    def plain(trained):
+        return jnp.sum(weights * reference.embed(nnx.merge(graphdef, trained), tokens, table, jnp.float32))
+
+    found, expected = (jax.value_and_grad(f)(nnx.to_pure_dict(state)) for f in (unit, plain))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # float32, sums of a few dozen products
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-6 * np.abs(theirs).max())
