@@ -65,41 +65,31 @@ def assert_as_good_as_16_bits_allow(arrays, dtype, implementation="cudnn", **opt
     return ours
 
 
-@pytest.mark.parametrize("shape", HEADS)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_causal(shape, dtype):
-    assert_as_good_as_16_bits_allow(inputs(shape, dtype), dtype)
+SEGMENTS = packed_rows()
+PADDING = np.stack([np.ones(LENGTH, np.int32), np.zeros(LENGTH, np.int32)])
+EVERY_HEAD = [(heads, dtype) for heads in HEADS for dtype in (jnp.bfloat16, jnp.float16)]
+CASES = [
+    *[(*head, {}) for head in EVERY_HEAD],
+    *[(*head, {"ids": SEGMENTS, "causal": causal}) for head in EVERY_HEAD for causal in (True, False)],
+    *[("llama-3-8b", jnp.bfloat16, {"sliding_window": window}) for window in (1, 100, LENGTH)],
+    *[("llama-3-8b", jnp.bfloat16, {"sliding_window": window, "ids": SEGMENTS}) for window in (1, 100, LENGTH)],
+    ("llama-3-8b", jnp.bfloat16, {"causal": False, "scale": 0.05}),
+    ("llama-3-8b", jnp.bfloat16, {"ids": PADDING}),
+    ("llama-3-8b", jnp.bfloat16, {"ids": SEGMENTS, "implementation": ("cudnn", "xla")}),
+    ("llama-3-8b", jnp.bfloat16, {"ids": SEGMENTS, "implementation": ("xla", "cudnn")}),
+]  # fmt: skip
 
 
-def test_every_key_visible_and_another_scale():
-    assert_as_good_as_16_bits_allow(inputs("llama-3-8b", jnp.bfloat16), jnp.bfloat16, causal=False, scale=0.05)
-
-
-@pytest.mark.parametrize("shape", HEADS)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents(shape, dtype, causal):
-    segments = packed_rows()
-    arrays = inputs(shape, dtype)
-    results = assert_as_good_as_16_bits_allow(arrays, dtype, causal=causal, segment_ids=jnp.asarray(segments))
-    for array in results:
-        assert not np.any(array[segments == 0])
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [1, 100, LENGTH])
-def test_sliding_window(packed, window):
-    documents = {"segment_ids": jnp.asarray(packed_rows())} if packed else {}
-    assert_as_good_as_16_bits_allow(
-        inputs("llama-3-8b", jnp.bfloat16), jnp.bfloat16, sliding_window=window, **documents
-    )
-
-
-@pytest.mark.parametrize("pair", [("cudnn", "xla"), ("xla", "cudnn")])
-def test_each_pass_can_be_cudnns_alone(pair):
-    ranges = segment_ranges(jnp.asarray(packed_rows()))
-    arrays = inputs("llama-3-8b", jnp.bfloat16)
-    assert_as_good_as_16_bits_allow(arrays, jnp.bfloat16, implementation=pair, segment_ranges=ranges)
+@pytest.mark.parametrize(("heads", "dtype", "options"), CASES)
+def test_output_and_gradients(heads, dtype, options):
+    """As ids and, where each pass may be cuDNN's alone, as ranges; nothing for padding."""
+    options = dict(options)
+    ids = options.pop("ids", None)
+    documents = {} if ids is None else {"segment_ids": jnp.asarray(ids)}
+    if "implementation" in options:
+        documents = {"segment_ranges": segment_ranges(jnp.asarray(ids))}
+    for array in assert_as_good_as_16_bits_allow(inputs(heads, dtype), dtype, **options, **documents):
+        assert np.all(np.isfinite(array)) and (ids is None or not np.any(array[ids == 0]))
 
 
 def test_log_sum_exp():
@@ -130,16 +120,6 @@ def test_packed_equals_unpacked():
             theirs_scale = np.abs(theirs).max()
             # two kernels (with a bias and without) round the same sums in another order: two units of bfloat16
             np.testing.assert_allclose(ours[:1, where[0] : where[-1] + 1], theirs, atol=2**-7 * theirs_scale)
-
-
-def test_a_row_of_padding_has_no_nan():
-    arrays = inputs("llama-3-8b", jnp.bfloat16)
-    segments = jnp.zeros((BATCH, LENGTH), jnp.int32).at[0].set(1)
-    results = value_and_gradients(
-        lambda q, k, v: attention(q, k, v, segment_ids=segments, implementation="cudnn"), *arrays
-    )
-    for array in results:
-        assert np.all(np.isfinite(array)) and not np.any(array[1])
 
 
 def test_saved_residuals_give_the_same_gradients_with_one_forward_kernel():

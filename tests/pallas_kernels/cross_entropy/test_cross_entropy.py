@@ -169,15 +169,6 @@ def test_log_probs_of_tokens_with_a_cotangent_each(dtype, size, trained):
         assert_close(dhidden, wanted_hidden, tolerance)
 
 
-def test_products_of_log_probs():
-    """A frozen head costs two; nothing but the forward pass runs without differentiation."""
-    trainable, frozen, hidden, targets = inputs()
-    lowered = weighted(5).lower({}, hidden, frozen, targets, jnp.ones((B, S))).as_text()
-    assert lowered.count("dot_general") == 2
-    plain = jax.jit(lambda *given: token_log_probs(project, *given, chunk_size=5))
-    assert plain.lower(trainable, frozen, hidden, targets).as_text().count("dot_general") == 3
-
-
 @pytest.mark.torch
 def test_label_smoothing_is_that_of_transformers():
     torch = pytest.importorskip("torch")
@@ -287,23 +278,21 @@ def test_a_frozen_quantised_head_without_trainable():
     assert_close(ours, oracle({}, hidden, frozen, targets), 2e-6)
 
 
-def test_only_the_loss_is_computed_without_differentiation():
-    trainable, frozen, hidden, targets = inputs()
-
-    def evaluate(trainable, hidden, frozen, targets):
-        return chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=5)
-
-    lowered = jax.jit(evaluate).lower(trainable, hidden, frozen, targets).as_text()
-    assert lowered.count("dot_general") == 3  # the head and its two low-rank factors, forward alone
-    sums = jax.jit(evaluate)(trainable, hidden, frozen, targets)
-    (_, expected), _ = default_oracle()
-    assert_close(sums, expected, 2e-6)
-
-
-def test_a_frozen_head_costs_two_products():
-    _, frozen, hidden, targets = inputs()
-    lowered = chunked_loss(4).lower({}, hidden, frozen, targets).as_text()
-    assert lowered.count("dot_general") == 2
+def test_products():
+    """A frozen head costs two; without differentiation nothing but the forward pass runs: a head of three products."""
+    trainable, *given = inputs()
+    frozen, hidden, targets = given
+    losses = {
+        chunked_loss(4).lower({}, hidden, frozen, targets): 2,
+        weighted(5).lower({}, hidden, frozen, targets, jnp.ones((B, S))): 2,
+    }
+    for operation in (chunked_cross_entropy, token_log_probs):
+        plain = jax.jit(functools.partial(operation, project, chunk_size=5))
+        losses[plain.lower(trainable, *given)] = 3
+        if operation is chunked_cross_entropy:
+            assert_close(plain(trainable, *given), default_oracle()[0][1], 2e-6)
+    for lowered, products in losses.items():
+        assert lowered.as_text().count("dot_general") == products
 
 
 def test_nothing_is_counted_where_every_target_is_ignored():
