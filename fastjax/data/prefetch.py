@@ -6,7 +6,7 @@ the iterator. NumPy, the tokenizer and the copy to a device release Python's loc
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -25,21 +25,20 @@ _END = object()
 class Prefetched(Generic[T]):
     """An iterator with its next values computed in a thread, in order; a context manager that closes it.
 
-    An exception of the iterator or of the transform is raised in place of its value.
+    An exception of the iterator is raised in place of its value.
     """
 
-    def __init__(self, iterator: Iterator[Any], depth: int = 2, transform: Callable[[Any], T] | None = None):
+    def __init__(self, iterator: Iterator[T], depth: int = 2):
         """Start the thread.
 
         Args:
             iterator: The iterator; if it has `close`, the thread calls it.
             depth: Values ready at most; one more may be in progress.
-            transform: Applied to each value in the thread, for instance a copy to a device; None: nothing.
         """
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=_run, args=(iterator, transform, self._queue, self._stop), name="fastjax-prefetch", daemon=True
+            target=_run, args=(iterator, self._queue, self._stop), name="fastjax-prefetch", daemon=True
         )
         self._thread.start()
 
@@ -74,15 +73,12 @@ class Prefetched(Generic[T]):
         self.close()
 
 
-def _run(
-    iterator: Iterator[Any], transform: Callable[[Any], Any] | None, values: queue.Queue[Any], stop: threading.Event
-) -> None:
+def _run(iterator: Iterator[Any], values: queue.Queue[Any], stop: threading.Event) -> None:
     last: Any = _END
     try:
         for value in iterator:
             if stop.is_set():
                 break
-            value = value if transform is None else transform(value)
             values.put(value)
             if stop.is_set():
                 break

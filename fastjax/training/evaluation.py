@@ -1,6 +1,5 @@
 """The held-out evaluation: the sums of all batches, and their means."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -42,7 +41,7 @@ def run_evaluation(
         TrainingError: the rows weigh nothing, without a target token.
     """
     called: list[LossSums] = []
-    with contextlib.closing(Prefetched(iter(batches), PREFETCH, transform=send)) as ready:
+    with Prefetched((send(batch) for batch in batches), PREFETCH) as ready:
         for batch in ready:
             called.append(eval_step(trainable, frozen, batch))
             if len(called) > AHEAD:

@@ -147,11 +147,8 @@ def sent_ahead(
     Yields:
         Each batch on the devices, with its number of tokens.
     """
-
-    def sent(batch: Batch) -> tuple[int, Batch]:
-        return int(np.count_nonzero(batch.segment_ids)), send(batch)
-
-    with contextlib.closing(Prefetched(iter(batches), PREFETCH, transform=sent)) as ready:
+    sent = ((int(np.count_nonzero(batch.segment_ids)), send(batch)) for batch in batches)
+    with Prefetched(sent, PREFETCH) as ready:
         yield ready
 
 

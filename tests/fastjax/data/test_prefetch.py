@@ -10,14 +10,10 @@ def alive():
     return [thread for thread in threading.enumerate() if thread.name == "fastjax-prefetch"]
 
 
-def test_values_come_in_order_transformed_in_the_thread():
+def test_values_come_in_order_from_the_thread():
     names = []
-
-    def transform(value):
-        names.append(threading.current_thread().name)
-        return value * 10
-
-    assert list(Prefetched(iter(range(50)), 3, transform)) == list(range(0, 500, 10))
+    values = ((names.append(threading.current_thread().name), value)[1] for value in range(50))
+    assert list(Prefetched(values, 3)) == list(range(50))
     assert set(names) == {"fastjax-prefetch"} and not alive()
 
 
@@ -56,21 +52,13 @@ def test_closed_early_it_leaves_no_thread_and_closes_the_iterator(taken):
         next(values)
 
 
-@pytest.mark.parametrize("where", ["iterator", "transform"])
-def test_an_exception_comes_in_its_turn(where):
+def test_an_exception_comes_in_its_turn():
     def failing():
         yield 1
         yield 2
-        if where == "iterator":
-            raise KeyError("broken")
-        yield 3
+        raise KeyError("broken")
 
-    def transform(value):
-        if value == 3:
-            raise KeyError("broken")
-        return value
-
-    values = Prefetched(failing(), 4, transform)
+    values = Prefetched(failing(), 4)
     assert [next(values), next(values)] == [1, 2]
     with pytest.raises(KeyError, match="broken"):
         next(values)
