@@ -119,7 +119,7 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
     def part(name: str, rows: int) -> PartSpec:
         if (adapter := adapters.get(name)) is None:
             return PartSpec(name, rows)
-        return PartSpec(name, rows, adapter.lora_A[...].shape[-2], adapter.scaling, adapter.dropout)
+        return PartSpec(name, rows, adapter.lora_A.get_value().shape[-2], adapter.scaling, adapter.dropout)
 
     return tuple(part(name, rows) for name, rows in sizes)
 

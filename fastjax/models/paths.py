@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convert.model.paths import EXPERTS
+from fastjax.lora.linear import describe
 from fastjax.lora.params import LoraLinear
+from fastjax.lora.rank_products import slot
 from fastjax.models.decoder import Decoder
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.mlp import MLP
@@ -76,7 +78,7 @@ def _heads(block: str, attention: Attention, dtype: jnp.dtype, tokens: int) -> M
         return ModulePath(line)
     if reason is not None:
         return ModulePath(f"{line}; apart from the turn of the heads: {reason}", True)
-    rank = padded_rank(max(_rank(adapter) for adapter in attention.qkv.adapters.values()))
+    rank = slot(describe(attention.qkv.parts, attention.qkv.adapters))
     facts = {"rows": tokens, "heads": attention.shape[:2], "size": attention.shape[2], "dtype": dtype, "rank": rank}
     return _chosen(f"{line}; its sums, turned heads, by", turn.REGISTRY, facts)
 
@@ -134,16 +136,14 @@ def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> ModulePath:
     names = _names(block, (name for part in (mlp.gate_up, mlp.down) for name, _ in part.parts))
     adapters = {**mlp.gate_up.adapters, **mlp.down.adapters}
     line = f"{names}: one unit of {_formats(mlp.gate_up, mlp.down)} and {_adapters(adapters)}"
-    inner = max((_rank(adapter) for adapter in mlp.gate_up.adapters.values()), default=0)
-    inner += mlp.gate_up.bias is not None
-    down = next((_rank(adapter) for adapter in mlp.down.adapters.values()), 0)
-    dropped = any(adapter.dropout for adapter in mlp.down.adapters.values())
-    inner, down = (padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
-    shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
+    unit = mlp.block()
+    down = unit.down.rank if not unit.down.dropout else 0  # an adapter with an input of its own is apart
+    ranks = unit.inner_rank(mlp.gate_up.bias is not None), padded_rank(down) if down else 0
+    shape = tokens, 2 * unit.features
     facts = {
         "shape": shape,
         "dtype": mlp.down.dtypes(dtype)[0],
-        "ranks": (inner, down),
+        "ranks": ranks,
         "activation": mlp.activation,
     }
     return _chosen(f"{line}; the gated product by", lora.REGISTRY, facts)
@@ -158,17 +158,13 @@ def _chosen(line: str, registry: dispatch.Registry, facts: Mapping[str, Any]) ->
 
 def _adapters(adapters: Mapping[str, LoraLinear]) -> str:
     """Adapters in words: ranks, DoRA, dropout."""
-    ranks = sorted({_rank(adapter) for adapter in adapters.values()})
+    ranks = sorted({adapter.lora_A.get_value().shape[-2] for adapter in adapters.values()})
     words = [f"adapters of rank {', '.join(map(str, ranks))} on {', '.join(adapters)}"]
     if any(adapter.magnitude is not None for adapter in adapters.values()):
         words.append("DoRA")
     if any(adapter.dropout for adapter in adapters.values()):
         words.append("dropout, with an input each")
     return "; ".join(words)
-
-
-def _rank(adapter: LoraLinear) -> int:
-    return adapter.lora_A.get_value().shape[-2]  # of one layer, or of several stacked, and of experts
 
 
 def _formats(*projections: Projection) -> str:
