@@ -55,7 +55,7 @@ class Execution(Executor):
         return f"layers {'scanned' if self.scans else 'unrolled'}, rematerialisation {self.remat}, MLPs {chunk}"
 
     def without_chunks(self, setting: str) -> "Execution":
-        """The same without chunks of MLPs, which a setting does not have.
+        """Leave out chunks of MLPs, which a setting does not have.
 
         Raises:
             ConfigError: chunks of some length are asked for.

@@ -86,11 +86,6 @@ class LanguageModel:
         return self.options.max_seq_length
 
     @property
-    def remat_auto(self) -> bool:
-        """Whether a trainer chooses another policy of rematerialisation, by the device's memory."""
-        return self.options.use_gradient_checkpointing == "auto"
-
-    @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
         return self.precision.dtype
@@ -114,21 +109,21 @@ class LanguageModel:
         return nnx.merge(self.graphdef, self.trainable, self.frozen)
 
     def replace(self: Model, **changes: Any) -> Model:
-        """The same model with other fields, for instance `trainable` after training."""
+        """Make a model with other fields, for instance `trainable` after training."""
         return dataclasses.replace(self, **changes)
 
     def with_options(self: Model, **changes: Any) -> Model:
-        """The same model with other options, of those that change nothing that is in memory already."""
+        """Make a model with other options, of those that change nothing that is in memory already."""
         return self.replace(options=dataclasses.replace(self.options, **changes))
 
     def executed(self: Model, execution: Execution) -> Model:
-        """The same arrays executed in another way."""
+        """Execute the arrays in another way."""
         module = self.module()
         module.executor = execution
         return self.of_module(module).replace(execution=execution)
 
     def of_module(self: Model, module: Decoder) -> Model:
-        """The same arrays in the graph of a module that was changed."""
+        """Put the arrays in the graph of a module that was changed."""
         return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0])
 
     def num_parameters(self) -> tuple[int, int]:

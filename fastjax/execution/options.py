@@ -136,7 +136,7 @@ class LoadOptions:
         return self.load_in_4bit
 
     def without_chunks(self: Options) -> Options:
-        """The same options, with all tokens of an MLP at a time where a number of them is given."""
+        """Leave out a given number of tokens that an MLP computes at a time."""
         return dataclasses.replace(self, mlp_chunk=None) if isinstance(self.mlp_chunk, int) else self
 
     @property

@@ -64,10 +64,12 @@ def attach_adapter(
     count = model.config.num_hidden_layers
     sites = adapter_sites(adapter, model.config)
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
-    own = layer_signatures(sites, count)
+    adapted = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
     kinds = [(model.precision.layer_kind(model.config, i), model.execution.policy(i)) for i in range(count)]
-    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], scans=model.execution.scans)
+    plan = plan_layers(
+        [(signature(shapes[i]), adapted[i], kinds[i]) for i in range(count)], scans=model.execution.scans
+    )
     if plan != model.plan and has_host_layers(model):
         places = Places(model.config, plan, offload_layers=True)
         for index in range(count):
@@ -201,8 +203,10 @@ def _with_vocabulary_of(
         for name in TABLES:  # PEFT keeps the grown tables
             table = arrays.get(f"{name}.base_layer.weight")
             if table is not None and name in weights and "weight" in weights[name]:
-                own = weights[name]["weight"]
-                weights[name] = {"weight": own.at[before:].set(jnp.asarray(table[before:]).astype(own.dtype))}
+                rows_here = weights[name]["weight"]
+                weights[name] = {
+                    "weight": rows_here.at[before:].set(jnp.asarray(table[before:]).astype(rows_here.dtype))
+                }
         model = model.replace(
             config=dataclasses.replace(model.config, vocab_size=rows),
             hf_config=with_vocab_size(model.hf_config, rows),

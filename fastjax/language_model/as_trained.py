@@ -31,7 +31,7 @@ def load_as_trained(
 
 
 def as_trained(model: LanguageModel) -> LanguageModel:
-    """The same arrays with the fake quantisers of the folder's quantization_aware.json; without one, the model itself.
+    """Give a model the fake quantisers of the folder's quantization_aware.json; without one it stays as it is.
 
     Where they cannot be had here, a line on standard error says so.
 

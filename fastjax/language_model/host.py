@@ -58,7 +58,7 @@ def has_host_embedding(model: LanguageModel) -> bool:
 
 
 def with_host_embedding(model: Model) -> Model:
-    """The same model with the table of embeddings in the host's pinned memory (`execution.host_table`).
+    """Move the table of embeddings to the host's pinned memory (`execution.host_table`).
 
     Raises:
         ConfigError: the table is also the head's, or something is trained on it beside rows of single tokens.
@@ -71,7 +71,7 @@ def with_host_embedding(model: Model) -> Model:
 
 
 def with_device_embedding(model: Model) -> Model:
-    """The same model with the table of embeddings in the device's memory."""
+    """Move the table of embeddings to the device's memory."""
     if not has_host_embedding(model):
         return model
     table = to_device_memory(model.frozen[EMBEDDING]["weight"])
@@ -89,7 +89,7 @@ def has_host_layers(model: LanguageModel) -> bool:
 
 
 def with_host_layers(model: Model) -> Model:
-    """The same model with the matrices of its scanned layers in the host's pinned memory (`execution.streamed`).
+    """Move the matrices of scanned layers to the host's pinned memory (`execution.streamed`).
 
     Raises:
         ConfigError: they are trained, or no layers are scanned.

@@ -141,7 +141,7 @@ class FastLanguageModel:
     ) -> ModelHandle:
         """Attach fresh LoRA adapters, with PEFT's argument names; everything else is frozen.
 
-        What a trainer makes of the result becomes the model that it was made from, too.
+        The result of a trainer becomes the model that it was made from, too.
 
         Args:
             model: without adapters.
@@ -275,14 +275,14 @@ def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
     Args:
         make: makes the model, of zeros where weights would be read.
     """
-    made: list[LanguageModel] = []
+    models: list[LanguageModel] = []
 
     def arrays() -> tuple[Any, Any]:
-        made.append(make())
-        return made[0].trainable, made[0].frozen
+        models.append(make())
+        return models[0].trainable, models[0].frozen
 
     trainable, frozen = jax.eval_shape(arrays)
-    return made[0].replace(trainable=trainable, frozen=frozen)
+    return models[0].replace(trainable=trainable, frozen=frozen)
 
 
 def _of_folder(decoder: Decoder, opened: OpenModel, options: LoadOptions) -> LanguageModel:

@@ -32,7 +32,7 @@ _ROUND = 64
 
 
 def with_score_head(model: Model, random_state: int = 3407) -> Model:
-    """The same model with one score a text in the place of logits: a reward model, as transformers'
+    """Give a model one score a text in the place of logits: a reward model, as transformers'
     `AutoModelForSequenceClassification` with one label. A model that has a score keeps it.
 
     Args:
@@ -102,7 +102,7 @@ def rewards(model: LanguageModel, examples: Sequence[Any], *, batch_size: int = 
     length = min(model.max_seq_length, -(-longest // _ROUND) * _ROUND)
     roles = np.full(len(encoded), Role.NONE, np.int32)
     rows = pack_documents(documents, length, fields={"roles": roles})
-    found = np.zeros(len(encoded), np.float32)
+    scored = np.zeros(len(encoded), np.float32)
     program = _compiled(model.graphdef)
     for start in range(0, len(rows), batch_size):
         chosen = np.arange(start, start + batch_size)  # those behind the last are rows of padding
@@ -110,8 +110,8 @@ def rewards(model: LanguageModel, examples: Sequence[Any], *, batch_size: int = 
         scores = np.asarray(program(model.trainable, model.frozen, batch))
         for row, number in enumerate(chosen.tolist()):
             members = rows.members(number)
-            found[members] = scores[row, : len(members)]
-    return found
+            scored[members] = scores[row, : len(members)]
+    return scored
 
 
 def _row(example: Any) -> Any:

@@ -260,8 +260,8 @@ def _merged_dtype(model: LanguageModel, save_method: str | None, dtype: str | No
         return dtype
     if dtype is not None:
         raise ConfigError(f"save_method: expected none beside dtype, got {save_method}")
-    own = model.folder_dtype
-    known = {"merged_16bit": own if own in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
+    dtype = model.folder_dtype
+    known = {"merged_16bit": dtype if dtype in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
     known["merged_4bit_forced"] = known["merged_4bit"]
     if save_method not in known:
         raise ConfigError(f"save_method: expected one of {', '.join([*known, 'lora'])}, got {save_method}")

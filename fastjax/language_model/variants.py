@@ -1,4 +1,4 @@
-"""The same arrays computed in another way: another policy, fake quantisers, or beside those that they began with."""
+"""A model's arrays computed in another way: another policy, fake quantisers, or beside those that they began with."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from fastjax.models.start import hold
 
 
 def with_checkpointing(model: Model, remat: str) -> Model:
-    """The same arrays with another rematerialisation policy.
+    """Give a model another rematerialisation policy.
 
     Args:
         model: any.
@@ -26,7 +26,7 @@ def with_checkpointing(model: Model, remat: str) -> Model:
 
 
 def with_start(model: Model, arrays: Any) -> Model:
-    """The same model that holds arrays as those it begins with: the reference of a loss of preferences.
+    """Let a model hold arrays as those it begins with: the reference of a loss of preferences.
 
     Args:
         model: any.
@@ -43,7 +43,7 @@ def with_start(model: Model, arrays: Any) -> Model:
 def with_fake_quantization(
     model: Model, weights: str, activations: str | None = None, modules_to_not_quantize: Sequence[str] = ()
 ) -> Model:
-    """The same arrays, with layers' projections that compute what they will after quantisation.
+    """Give the layers' projections fake quantisers, so that they compute as they will after quantisation.
 
     An adapter is merged into the weight for each product, as `save_pretrained_merged` will.
 
@@ -56,11 +56,11 @@ def with_fake_quantization(
     Raises:
         ConfigError: a format, a module or an adapter that is not served.
     """
-    aware, own = QuantizationAware(weights, activations, tuple(modules_to_not_quantize)), model.folder_dtype
-    if not model.full_finetuning and str(model.dtype) not in (own, "float32"):
-        raise ConfigError(f"dtype: expected {own}, the folder's, or float32 with qat, got {model.dtype}")
+    aware, dtype = QuantizationAware(weights, activations, tuple(modules_to_not_quantize)), model.folder_dtype
+    if not model.full_finetuning and str(model.dtype) not in (dtype, "float32"):
+        raise ConfigError(f"dtype: expected {dtype}, the folder's, or float32 with qat, got {model.dtype}")
     module = model.module()
     packed = "quantization_config" in model.hf_config
-    quantize_layers(module, aware, dtype=own, trained=model.full_finetuning, packed=packed)
+    quantize_layers(module, aware, dtype=dtype, trained=model.full_finetuning, packed=packed)
     quantized = model.of_module(module).replace(quantization_aware=aware)
     return quantized.executed(model.execution.without_chunks("qat"))

@@ -40,10 +40,10 @@ def keywords(
         return Parameter(name, how, default=defaults.get(name, fields[name].default), annotation=hints[name])
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        own = [one for one in inspect.signature(function).parameters.values() if one.name != "options"]
-        before = [one for one in own if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        others = [one for one in inspect.signature(function).parameters.values() if one.name != "options"]
+        before = [one for one in others if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
         named = [parameter(name) for name in fields if name not in positional]
-        after = [one for one in own if one.kind is Parameter.KEYWORD_ONLY]
+        after = [one for one in others if one.kind is Parameter.KEYWORD_ONLY]
         signature = inspect.Signature([*before, *map(parameter, positional), *named, *after])
 
         @functools.wraps(function)

@@ -122,11 +122,11 @@ def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel) -> 
     if qat is None:
         return model
     if weights is not None and not model.full_finetuning:
-        found = {weights.decoded_dtype(path).name for path, spec in weights.specs.items() if spec.kind in QUANTIZED}
-        if found != {model.folder_dtype}:  # a merge rounds to what the tensors have
+        dtypes = {weights.decoded_dtype(path).name for path, spec in weights.specs.items() if spec.kind in QUANTIZED}
+        if dtypes != {model.folder_dtype}:  # a merge rounds to what the tensors have
             raise ConfigError(
                 f"training.qat: expected a base whose matrices are in {model.folder_dtype}, as config.json says, got "
-                f"{' and '.join(sorted(found))}"
+                f"{' and '.join(sorted(dtypes))}"
             )
     return variants.with_fake_quantization(model, qat.weights, qat.activations, qat.modules_to_not_quantize)
 

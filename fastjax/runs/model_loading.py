@@ -126,11 +126,11 @@ class _Stoppable(Weights):
 
     @classmethod
     def of(cls, weights: Weights, stopped: threading.Event) -> "_Stoppable":
-        own = {field.name: getattr(weights, field.name) for field in dataclasses.fields(Weights)}
-        return cls(**own, stopped=stopped)
+        fields = {field.name: getattr(weights, field.name) for field in dataclasses.fields(Weights)}
+        return cls(**fields, stopped=stopped)
 
     def stream(self, **options: Any) -> Iterator[Any]:
-        """As of `Weights`."""
+        """Read the tensors as `Weights` does, until nobody waits for them."""
         for each in super().stream(**options):
             if self.stopped.is_set():
                 raise InterruptedError("the model is not waited for any more")

@@ -153,7 +153,7 @@ def located(config: TrainConfig, key: str, *, weights: bool = True) -> Source:
         weights: whether its weights are wanted too.
 
     Raises:
-        ConfigError: it is not to be found.
+        ConfigError: it is not to be inspection.
     """
     name = operator.attrgetter(key)(config)
     try:
@@ -200,21 +200,21 @@ def _replaced(config: TrainConfig, section: str, field: str, value: Any) -> Trai
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{field: value})})
 
 
-def with_refusals(found: Inspection) -> Inspection:
+def with_refusals(inspection: Inspection) -> Inspection:
     """An inspection with what loading the folder refuses; a model without a tokenizer can be loaded here.
 
     Args:
-        found: the inspection; an adapter's is compared with its base where that is a folder on this machine.
+        inspection: of a folder; an adapter's is compared with its base where that is a folder on this machine.
     """
-    problems = list(found.unsupported)
+    problems = list(inspection.unsupported)
     try:
-        if found.kind == "model":
-            open_folder(Source(found.folder), LoadOptions(), tokenizer=False)
+        if inspection.kind == "model":
+            open_folder(Source(inspection.folder), LoadOptions(), tokenizer=False)
         elif not problems:
-            _check_adapter(found.folder)
+            _check_adapter(inspection.folder)
     except (ConfigError, ConvertError) as error:
         problems.append(str(error))
-    return dataclasses.replace(found, unsupported=tuple(dict.fromkeys(problems)))
+    return dataclasses.replace(inspection, unsupported=tuple(dict.fromkeys(problems)))
 
 
 def _check_adapter(folder: Path) -> None:

@@ -45,7 +45,7 @@ def less_memory(
 
 
 def way_out(settings: Collection[str], rows: int | None = None) -> str:
-    """What to do where a step does not fit, as a sentence without its full stop.
+    """The advice where a step does not fit, as a sentence without its full stop.
 
     Args:
         settings: of `less_memory`.
@@ -94,11 +94,11 @@ def _below(
 
 def _whole_mlps(config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str) -> bool:
     """Whether MLPs are computed for more tokens at a time than a chunk has, and chunks would cost no products."""
-    kept, chunk = POLICIES[policy.partition(":")[0]], model.execution.chunk
+    named, chunk = POLICIES[policy.partition(":")[0]], model.execution.chunk
     tokens = config.training.per_device_train_batch_size * config.model.max_seq_length // shape.context
     whole = chunk is None or (chunk == "auto" and tokens < AUTO_TOKENS)
     served = shape.tensor == 1 and model.quantization_aware is None
-    again = kept is not None and "projection" not in kept.kept
+    again = named is not None and "projection" not in named.kept
     served &= _taken(lambda: check_chunk(AUTO_CHUNK, model.config))
     return whole and again and served and tokens > AUTO_CHUNK
 

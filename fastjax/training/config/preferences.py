@@ -70,7 +70,7 @@ class PreferencesSection:
 
     @property
     def pairing(self) -> Pairing | None:
-        """What the rows of data hold; None: no preferences."""
+        """The kind of the data's rows; None: no preferences."""
         if self.loss is None:
             return None
         return "unpaired" if self.loss == "kto" else "ranked" if self.loss == "reward" else "paired"
