@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convert import tensor_file
-from convert.adapters import AdapterConfig, scaling, write_adapter
+from convert.adapters import AdapterConfig, write_adapter
 from convert.errors import ConvertError
 from convert.tensor_file import write_tensor_file
 from tests.support.folders import read_adapter
@@ -232,35 +232,6 @@ def test_bfloat16_models_keep_their_dtypes(tmp_path, torch, peft):
     assert found["lm_head.modules_to_save.weight"].dtype.name == "bfloat16"
     assert found["layers.0.self_attn.q_proj.lora_A"].dtype.name == "float32"
     assert config.task_type is None  # given none, PEFT notes the model's class in auto_mapping instead
-
-
-@pytest.mark.torch
-@quiet
-def test_arrays_mean_what_their_names_say(tmp_path, torch, peft):
-    rng = np.random.default_rng(5)
-    config = AdapterConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["o_proj", "embed_tokens"])
-    made = {}
-    for i in range(2):
-        made[f"layers.{i}.self_attn.o_proj.lora_A"] = rng.standard_normal((3, 24)).astype(np.float32)
-        made[f"layers.{i}.self_attn.o_proj.lora_B"] = rng.standard_normal((24, 3)).astype(np.float32)
-    made["embed_tokens.lora_embedding_A"] = rng.standard_normal((3, 23)).astype(np.float32)
-    made["embed_tokens.lora_embedding_B"] = rng.standard_normal((24, 3)).astype(np.float32)
-    write_adapter(tmp_path / "ours", config, made)
-    model = peft.PeftModel.from_pretrained(base_model(torch, False), tmp_path / "ours").eval()
-    adapted = logits(torch, model)
-
-    plain = base_model(torch, False)
-    scale = scaling(config, "model.layers.0.self_attn.o_proj")
-    assert scale == pytest.approx(5 / 3**0.5)
-    with torch.no_grad():
-        for i in range(2):
-            name = f"layers.{i}.self_attn.o_proj"
-            delta = scale * made[f"{name}.lora_B"] @ made[f"{name}.lora_A"]
-            plain.model.layers[i].self_attn.o_proj.weight += torch.from_numpy(delta)
-        delta = scale * (made["embed_tokens.lora_embedding_B"] @ made["embed_tokens.lora_embedding_A"]).T
-        plain.model.embed_tokens.weight += torch.from_numpy(delta)
-    assert np.abs(adapted - logits(torch, plain)).max() < 1e-4  # float32, sums of 24 products in two orders
-    assert np.abs(adapted - logits(torch, base_model(torch, False))).max() > 0.1
 
 
 def test_the_written_settings_are_plain_json(tmp_path):

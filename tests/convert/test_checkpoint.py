@@ -60,16 +60,6 @@ def test_one_file_or_shards_hold_the_same(tmp_path, limit, files):
         checkpoint.read("z")
 
 
-def test_opening_reads_headers_only(sharded, monkeypatch):
-    read = []
-    original = tensor_file.read_tensor
-    monkeypatch.setattr("convert.checkpoint.read_tensor", lambda name, info: read.append(name) or original(name, info))
-    checkpoint = open_checkpoint(sharded)
-    assert read == []
-    checkpoint.read("b")
-    assert read == ["b"]
-
-
 def test_a_second_save_replaces_the_first_ones_shards(sharded):
     (sharded / "metrics.jsonl").write_text("kept")
     write_checkpoint(sharded, {"a": np.zeros(3, np.float32)}.items(), CONFIG)

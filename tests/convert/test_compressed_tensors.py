@@ -17,7 +17,7 @@ from convert.quantize import quantize
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG as LLAMA
-from tests.support.folders import write_checkpoint
+from tests.support.folders import lora_arrays, write_checkpoint
 from tests.support.served import SCHEMES, values_of
 
 CONFIG = LLAMA | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 1}
@@ -143,12 +143,8 @@ def test_what_is_not_as_it_was_trained_is_said(folder, adapter, tmp_path):
 def adapter(tmp_path):
     """On queries and the MLP's last matrix; keys and values stay."""
     settings = AdapterConfig(r=2, target_modules=["q_proj", "down_proj"])
-    rng, arrays = np.random.default_rng(0), {}
-    for spec in family_for(CONFIG).specs(CONFIG):
-        if spec.path.part in settings.target_modules and spec.kind == "matrix":
-            arrays[spec.path.with_leaf("lora_A")] = rng.standard_normal((2, spec.shape[1])).astype(np.float32)
-            arrays[spec.path.with_leaf("lora_B")] = rng.standard_normal((spec.shape[0], 2)).astype(np.float32)
-    write_adapter(tmp_path / "adapter", settings, arrays)
+    specs = family_for(CONFIG).specs(CONFIG)
+    write_adapter(tmp_path / "adapter", settings, lora_arrays(settings, ((spec.path, spec.shape) for spec in specs)))
     return tmp_path / "adapter"
 
 

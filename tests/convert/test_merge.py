@@ -18,7 +18,7 @@ from convert.saving import save
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
 from tests.support.families import CONFIGS as FAMILIES_CONFIGS
-from tests.support.folders import write_checkpoint
+from tests.support.folders import lora_arrays, write_checkpoint
 
 V, E, R = CONFIG["vocab_size"], CONFIG["hidden_size"], 3
 BOTH = ["embed_tokens", "lm_head"]
@@ -32,23 +32,19 @@ def rows(config=CONFIG):
 def arrays(config, adapter, seed=1):
     """Random arrays of an adapter, of every module that its settings mean."""
     rng = np.random.default_rng(seed)
-    found = {}
     shapes = {path: shape for path, shape in rows(config).items() if path.endswith(".weight")}
     shapes["lm_head.weight"] = (V, E)
+    found = lora_arrays(adapter, ((path, shape) for path, shape in shapes.items() if path != "embed_tokens.weight"))
     for path, shape in shapes.items():
         module = path.removesuffix(".weight")
         name = FAMILY.module_name(module)
-        if len(shape) == 2 and targets(adapter, name):
+        if module == "embed_tokens" and targets(adapter, name):
             rank = rank_and_alpha(adapter, name)[0]
-            if module == "embed_tokens":
-                found[f"{module}.lora_embedding_A"] = rng.standard_normal((rank, shape[0]))
-                found[f"{module}.lora_embedding_B"] = rng.standard_normal((shape[1], rank))
-            else:
-                found[f"{module}.lora_A"] = rng.standard_normal((rank, shape[1]))
-                found[f"{module}.lora_B"] = rng.standard_normal((shape[0], rank))
-            if adapter.use_dora:
-                size = shape[1] if module == "embed_tokens" else shape[0]
-                found[f"{module}.lora_magnitude_vector"] = rng.uniform(1, 2, size)
+            found[f"{module}.lora_embedding_A"] = rng.standard_normal((rank, shape[0]))
+            found[f"{module}.lora_embedding_B"] = rng.standard_normal((shape[1], rank))
+        if len(shape) == 2 and adapter.use_dora and targets(adapter, name):
+            size = shape[1] if module == "embed_tokens" else shape[0]
+            found[f"{module}.lora_magnitude_vector"] = rng.uniform(1, 2, size)
         if saves_whole(adapter, name):
             found[f"{module}.modules_to_save.weight"] = rng.standard_normal(shape)
     return {path: array.astype(np.float32) for path, array in found.items()}
@@ -408,12 +404,8 @@ def test_beside_a_vision_tower(tmp_path, beside):
     matrices = [path for path in weights.specs if path.endswith("_proj.weight")]
     assert [path for path, row in weights.specs.items() if row.kind == "matrix"] == matrices
     adapter = AdapterConfig(r=R, target_modules="all-linear")
-    found = {}
-    for path in matrices:
-        rows, columns = weights.specs[path].shape
-        module = path.removesuffix(".weight")
-        found[f"{module}.lora_A"] = rng.standard_normal((R, columns)).astype(np.float32)
-        found[f"{module}.lora_B"] = rng.standard_normal((rows, R)).astype(np.float32)
+    found = lora_arrays(adapter, ((path, spec.shape) for path, spec in weights.specs.items()), family)
+    assert len(found) == 2 * len(matrices)
     write_adapter(tmp_path / "adapter", adapter, found, family=family)
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     merged = open_weights(tmp_path / "out")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from convert.adapter_config import AdapterConfig, config_from_json, config_to_json, targets
+from convert.adapter_config import AdapterConfig, config_from_json, config_to_json
 from convert.adapters import write_adapter
 from convert.checkpoint import open_checkpoint
 from convert.families import FAMILIES
@@ -15,6 +15,7 @@ from convert.saving import save
 from convert.weights import stream
 from tests.support import tiny
 from tests.support.families import NESTED
+from tests.support.folders import lora_arrays
 
 pytestmark = pytest.mark.torch
 FAMILY = FAMILIES["gemma3"]
@@ -64,12 +65,7 @@ def tower_of(torch, path):
 def adapter(path, **options):
     """A folder with an adapter on the text model, of random arrays."""
     config = AdapterConfig(r=4, **{"target_modules": ["q_proj", "up_proj"], **options})
-    rng, arrays = np.random.default_rng(0), {}
-    for row in FAMILY.specs(CONFIG):
-        module = row.path.removesuffix(".weight")
-        if len(row.shape) == 2 and targets(config, FAMILY.module_name(module), family=FAMILY):
-            arrays[f"{module}.lora_A"] = rng.standard_normal((4, row.shape[1])).astype(np.float32)
-            arrays[f"{module}.lora_B"] = rng.standard_normal((row.shape[0], 4)).astype(np.float32)
+    arrays = lora_arrays(config, ((row.path, row.shape) for row in FAMILY.specs(CONFIG)), FAMILY)
     write_adapter(path, config, arrays, family=FAMILY)
     return path, {name.rpartition(".")[0] for name in arrays}
 
