@@ -103,7 +103,7 @@ FLOATS = (*HALF, jnp.float32)
 
 def lacks_dtype(dtype: DTypeLike, dtypes: Sequence[DTypeLike]) -> str | None:
     """Why operands of a dtype are not served, as a clause of `Implementation.why_not`; or None."""
-    if jnp.dtype(dtype) in map(jnp.dtype, dtypes):
+    if any(jnp.dtype(dtype) == jnp.dtype(each) for each in dtypes):
         return None
     *names, last = (jnp.dtype(each).name for each in dtypes)
     return f"it takes {', '.join(names)} or {last}, not {jnp.dtype(dtype)}"
@@ -134,12 +134,11 @@ class Implementation(NamedTuple):
 
     def reason(self, device: Target, **facts: Any) -> str | None:
         """One clause that says why it cannot serve a call on a device, or None when it can."""
-        return (
-            (self.capability and device.lacks(self.capability, exactly=self.exactly))
-            or (self.dtypes and lacks_dtype(facts["dtype"], self.dtypes))
-            or (self.why_not and self.why_not(device, **facts))
-            or None
-        )
+        if self.capability and (reason := device.lacks(self.capability, exactly=self.exactly)):
+            return reason
+        if self.dtypes and (reason := lacks_dtype(facts["dtype"], self.dtypes)):
+            return reason
+        return self.why_not(device, **facts) if self.why_not else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -184,8 +184,10 @@ def choose_pair(
         call: to be served.
         lse_gradient: whether the log-sum-exp has a gradient.
     """
-    single = implementation is None or isinstance(implementation, str)
-    pair = (implementation, implementation) if single else implementation
+    if implementation is None or isinstance(implementation, str):
+        pair = (implementation, implementation)
+    else:
+        pair = implementation
     if len(pair) != 2:
         raise ValueError(
             "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "

@@ -79,7 +79,7 @@ def _why_not_fused(
         return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
     if rows == 0:
         return "x has no rows"
-    if config.product_config(known(rows, 1), shape, gradient, num_cores()) is None:
+    if config.product_config(int(known(rows, 1)), shape, gradient, num_cores()) is None:
         what = "x W" if gradient else "x Wᵀ"
         return f"no kernel takes {what} of {rows} rows with {out}×{columns} (`nf4.config.product_config`)"
     return None

@@ -1,6 +1,7 @@
 """Compiled for cards that are not there: kernels beside low-rank products keep what they hold in registers."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +17,7 @@ from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
 
 N, E, F = 8192, 4096, 14336
-FORCED = {"implementation": "triton"}
+FORCED: dict[str, Any] = {"implementation": "triton"}
 
 
 def behind_B(rank, base, products, b, dy, residual):
