@@ -51,29 +51,33 @@ NAMED_TEMPLATES: dict[str, _Needs] = {
 """Name → the special tokens of its template."""
 
 
-def set_chat_template(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
+def set_chat_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str) -> "PreTrainedTokenizerFast":
     """Set a tokenizer's chat template, which is saved with it.
 
     Args:
         tokenizer: The tokenizer; changed in place.
-        name: One of `NAMED_TEMPLATES`, or a file with a Jinja template.
+        chat_template: One of `NAMED_TEMPLATES`, or a file with a Jinja template.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         ConfigError: An unknown name, a file that is not a template, or special tokens that the tokenizer lacks.
     """
-    if name not in NAMED_TEMPLATES:
-        tokenizer.chat_template = _read(name)
-        return
-    needs = NAMED_TEMPLATES[name]
+    if chat_template not in NAMED_TEMPLATES:
+        tokenizer.chat_template = _read(chat_template)
+        return tokenizer
+    needs = NAMED_TEMPLATES[chat_template]
     backend = tokenizer.backend_tokenizer
     lacking = [token for token in needs.tokens if backend.token_to_id(token) is None]
     lacking += [f"{kind} (none is set)" for kind in needs.names if getattr(tokenizer, kind) is None]
     if lacking:
         raise ConfigError(
-            f"data.chat_template: {name} needs special tokens that the tokenizer in {tokenizer.name_or_path} lacks: "
-            f"{', '.join(lacking)}; add them (model.new_tokens), or choose a template without, such as plain"
+            f"data.chat_template: {chat_template} needs special tokens that the tokenizer in {tokenizer.name_or_path} "
+            f"lacks: {', '.join(lacking)}; add them (model.new_tokens), or choose a template without, such as plain"
         )
-    tokenizer.chat_template = (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = (_FOLDER / f"{chat_template}.jinja").read_text(encoding="utf-8")
+    return tokenizer
 
 
 def _read(name: str) -> str:

@@ -4,7 +4,7 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
@@ -14,8 +14,8 @@ from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import TrainerSettings, first_record
 from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+#: Unsloth's name.
+get_chat_template = set_chat_template
 
 
 @arguments
@@ -89,73 +89,44 @@ class SFTTrainer(TRLTrainer):
         """The first example, which says what the rows are."""
         return None if self._data[0] is None else first_record(self._data[0], "train_dataset", self.args.columns)
 
-    def on_responses_only(self, instruction_part: str = "", response_part: str = "") -> "SFTTrainer":
-        """Learn the answers alone; the trainer itself is returned.
-
-        Of conversations and of prompts with completions the chat template says where these are. Of rows of text that
-        hold conversations they are what stands between a response_part and the next instruction_part.
-
-        Args:
-            instruction_part: the text that begins an instruction; needed for rows of text.
-            response_part: the text that begins a response; needed for rows of text.
-
-        Raises:
-            ConfigError: rows of text without both parts, or of token ids.
-        """
-        first = self._first()
-        if isinstance(first, TokenRecord):
-            raise ConfigError(
-                "train_on_responses_only: expected rows of conversations or texts, got token ids (input_ids), of which "
-                "labels, completion_mask or assistant_masks say what is learnt"
-            )
-        parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
-        self.args = dataclasses.replace(self.args, assistant_only_loss=True, completion_only_loss=None)
-        if not isinstance(first, TextRecord) or first.prompt:
-            parts = {}
-        for name, part in parts.items():
-            if not part:
-                raise ConfigError(
-                    f"train_on_responses_only: {name}: expected the text that begins one, since the rows are plain "
-                    "texts, got none; give it, or rows of conversations (messages)"
-                )
-        self._parts = parts or None
-        self._trainer = self._made(self.model)
-        return self
-
-
-def get_chat_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str) -> "PreTrainedTokenizerFast":
-    """Unsloth's name for `fastjax.data.set_chat_template`.
-
-    Args:
-        tokenizer: changed in place.
-        chat_template: one of `fastjax.data.NAMED_TEMPLATES`, or a file with a Jinja template.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ConfigError: as of `set_chat_template`.
-    """
-    set_chat_template(tokenizer, chat_template)
-    return tokenizer
-
 
 def train_on_responses_only(
     trainer: SFTTrainer, instruction_part: str = "", response_part: str = "", **others: Any
 ) -> SFTTrainer:
-    """Unsloth's name for `SFTTrainer.on_responses_only`.
+    """Unsloth's name for a trainer that learns the answers alone; the trainer itself is changed and returned.
+
+    Of conversations and of prompts with completions the chat template says where these are. Of rows of text that hold
+    conversations they are what stands between a response_part and the next instruction_part.
 
     Args:
         trainer: of conversations, prompts with completions, or texts.
-        instruction_part: the text that begins an instruction.
-        response_part: the text that begins a response.
-        others: what else Unsloth takes here; none is needed, and none is served but num_proc.
+        instruction_part: the text that begins an instruction; needed for rows of text.
+        response_part: the text that begins a response; needed for rows of text.
+        others: further arguments of Unsloth's; none is needed, and none is served but num_proc.
 
     Raises:
-        ConfigError: as of `on_responses_only`, or another argument.
+        ConfigError: rows of text without both parts, or of token ids; or another argument.
     """
     if unknown := sorted(set(others) - {"num_proc"}):
         raise ConfigError(
             f"train_on_responses_only: expected instruction_part, response_part and num_proc, got {', '.join(unknown)}"
         )
-    return trainer.on_responses_only(instruction_part, response_part)
+    first = trainer._first()
+    if isinstance(first, TokenRecord):
+        raise ConfigError(
+            "train_on_responses_only: expected rows of conversations or texts, got token ids (input_ids), of which "
+            "labels, completion_mask or assistant_masks say what is learnt"
+        )
+    parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
+    if not isinstance(first, TextRecord) or first.prompt:
+        parts = {}
+    for name, part in parts.items():
+        if not part:
+            raise ConfigError(
+                f"train_on_responses_only: {name}: expected the text that begins one, since the rows are plain texts, "
+                "got none; give it, or rows of conversations (messages)"
+            )
+    trainer.args = dataclasses.replace(trainer.args, assistant_only_loss=True, completion_only_loss=None)
+    trainer._parts = parts or None
+    trainer._trainer = trainer._made(trainer.model)
+    return trainer
