@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"]
-SPECIAL += ["[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+SPECIAL += ["[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<unk>"]
 
 _CORPUS = ["the answer is 👍 what the user asked 😀 and ß ñ 🎉 wo the ™ 世界 is. 👍 👍 😀 😀\n\n"] * 4
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

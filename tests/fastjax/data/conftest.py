@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from tests.support import tokenizers
+
 TEMPLATES = {
     "chatml": (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -33,26 +35,18 @@ TEMPLATES = {
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
-SPECIAL += ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
     """`make_tokenizer(template name or None, adds_bos=False, **special tokens)`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    backend.train_from_iterator(["the answer is what the user asked for, and the user is the assistant"] * 3, trainer)
+    state = tokenizers.byte_level(emoji=False).backend_tokenizer.to_str()
 
     def make(template=None, adds_bos=False, **special):
-        copy = Tokenizer.from_str(backend.to_str())
+        copy = Tokenizer.from_str(state)
         if adds_bos:
             copy.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
         special = {"bos_token": "<s>", "eos_token": "</s>"} | special

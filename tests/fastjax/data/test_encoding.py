@@ -234,6 +234,7 @@ def test_a_text_gets_one_bos_and_one_eos(make_tokenizer, adds_bos, text):
 def test_a_text_that_ends_in_another_special_token_still_gets_its_eos(make_tokenizer):
     _, tokens = encode(make_tokenizer(None), "the<|im_end|>")
     assert tokens[-2:] == [3, 1]
+    assert encode(make_tokenizer(None), "a")[0] == ["a", "</s>"]  # as few tokens as learn anything
 
 
 def test_stop_tokens_are_eos_and_the_end_of_the_turn(make_tokenizer):
@@ -248,7 +249,7 @@ def test_many_examples_come_in_order_across_chunks(make_tokenizer, monkeypatch):
     tokenizer = make_tokenizer(None)
     chunks = Encoder(tokenizer).encode(records)
     chunks = list(chunks)
-    assert len(chunks) > 2
+    assert len(chunks) > 2 and all(chunk.records.tolist() == list(range(len(chunk))) for chunk in chunks)
     texts = [tokenizer.decode(example.tokens) for examples in chunks for example in examples]
     assert texts == [f"the {index}</s>" for index in range(2500)]
 
