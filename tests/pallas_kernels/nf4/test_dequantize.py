@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, reference, triton
 from pallas_kernels.nf4.codebook import num_blocks
+from tests.support.close import assert_bit_equal
 from tests.support.interpreter import mosaic_interpreter
 from tests.support.matrices import IRREGULAR, WHOLE_ROWS
 
@@ -23,13 +24,6 @@ def packed(shape, seed=0):
     codes = rng.integers(0, 256, num_blocks(shape) * 32, dtype=np.uint8)
     absmax = np.exp(rng.normal(-4, 3, num_blocks(shape))).astype(np.float32)
     return jnp.asarray(codes), jnp.asarray(absmax)
-
-
-def assert_bit_equal(actual, expected):
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    unsigned = f"uint{8 * actual.dtype.itemsize}"
-    np.testing.assert_array_equal(actual.view(unsigned), expected.view(unsigned))
 
 
 def test_reference_by_hand():

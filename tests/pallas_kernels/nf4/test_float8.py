@@ -11,6 +11,7 @@ from pallas_kernels.nf4 import config, mosaic_sm90, triton, triton_float8, trito
 from pallas_kernels.nf4.implementations import FLOAT8
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.close import assert_bit_equal
 from tests.support.interpreter import mosaic_interpreter
 from tests.support.matrices import BENCHMARK, LLAMA_8B
 
@@ -46,10 +47,9 @@ def largest_by_definition(absmax, parts):
     return np.ascontiguousarray(padded.reshape(parts, size, blocks).max(axis=1).T).view(np.int32)
 
 
-def assert_same(found, expected, name=""):
+def assert_same(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
-        kind = f"uint{8 * theirs.dtype.itemsize}"
-        np.testing.assert_array_equal(np.asarray(ours).view(kind), theirs.view(kind), err_msg=name)
+        assert_bit_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -162,4 +162,4 @@ def test_every_implementation_on_the_card_is_bit_equal(shape, transposed):
     reasons = FLOAT8.reasons(shape=shape, transposed=transposed)
     for name in [name for name, reason in reasons.items() if reason is None]:
         options = {"shape": shape, "transposed": transposed, "implementation": name}
-        assert_same(jax.jit(lambda c, a, o=options: nf4.dequantize_float8(c, a, **o))(codes, absmax), expected, name)
+        assert_same(jax.jit(lambda c, a, o=options: nf4.dequantize_float8(c, a, **o))(codes, absmax), expected)

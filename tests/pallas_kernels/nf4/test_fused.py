@@ -1,6 +1,5 @@
 """The kernels that decode as they multiply, interpreted, against sums in float64; who is refused; who is chosen."""
 
-import functools
 import re
 
 import jax
@@ -9,9 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nf4
-from pallas_kernels.nf4 import config, mosaic_sm90, reference
+from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.config import MatmulRsConfig, MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.stream_k import StreamK
+from tests.pallas_kernels.nf4.test_matmul import quantised
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
 
@@ -19,23 +19,13 @@ from tests.support.interpreter import mosaic_interpreter
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def quantised(weight, dtype):
-    """Codes in split order, scales, and the matrix that they decode to."""
-    rows, columns = weight.shape
-    codes, absmax = nf4.quantize(weight)
-    codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
-    absmax = absmax.reshape(rows, columns // 64)
-    return codes, absmax, reference.dequantize(codes, absmax, shape=weight.shape, dtype=dtype, order="split")
-
-
 def case(shape, rows, dtype, gradient):
     """x, a matrix quantised from normal values, and their product in float64."""
     rng = np.random.default_rng(rows)
-    codes, absmax, dense = quantised(rng.standard_normal(shape).astype(np.float32), dtype)
+    codes, absmax, dense = quantised(rng.standard_normal(shape).astype(np.float32), "split", dtype)
     dense = np.asarray(dense, np.float64) if gradient else np.asarray(dense, np.float64).T
     x = jnp.asarray(rng.standard_normal((rows, dense.shape[0])), dtype)
-    return x, codes, absmax, np.asarray(x, np.float64) @ dense
+    return x, codes, absmax.reshape(shape[0], -1), np.asarray(x, np.float64) @ dense
 
 
 def assert_close(actual, expected, dtype):

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, reference, triton
+from tests.support.close import assert_bit_equal
 from tests.support.interpreter import mosaic_interpreter
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -33,13 +34,6 @@ def decoded(codes, absmax, *dtypes):
     for name in dtypes:
         values = values.astype(DTYPES[name])
     return values.reshape(len(codes), -1)
-
-
-def assert_bit_equal(actual, expected):
-    actual = np.asarray(actual)
-    assert actual.dtype == expected.dtype
-    unsigned = f"uint{8 * actual.dtype.itemsize}"
-    np.testing.assert_array_equal(actual.view(unsigned), expected.view(unsigned))
 
 
 @pytest.mark.parametrize(("named", "dtype"), PAIRS)
