@@ -19,7 +19,6 @@ class Architecture:
 
     Attributes:
         paired: Whether it pairs neighbours in rotary positions where the family pairs halves: rows of q and k move.
-        activation: llama.cpp's.
         activation: The one that llama.cpp computes.
         biases: Groups of projections with biases.
         norm_shift: Added to normalisations' scales.

@@ -2,17 +2,8 @@
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.mixture import Mixture, everywhere, softmax_router
+from convert.families.mixture import Mixture, softmax_mixture
 from convert.families.windows import window_everywhere
-from convert.model.moe import MoeConfig
-from convert.model.reader import Reader
-
-
-def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-    router = softmax_router(get, "num_local_experts", "num_experts", normalize=True)
-    size = get.integer("intermediate_size")
-    return MoeConfig(router, size), everywhere(layers)
-
 
 MIXTRAL = Family(
     "mixtral",
@@ -25,7 +16,11 @@ MIXTRAL = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    mixture=Mixture(_mixture, block="block_sparse_moe", projections=("w1", "w3", "w2")),
+    mixture=Mixture(
+        softmax_mixture("num_local_experts", "num_experts", normalize=True),
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    ),
     read=window_everywhere,
     neutral={"router_jitter_noise": (0,)},
     gguf=Architecture("LLAMA", paired=True, normalizes=True),

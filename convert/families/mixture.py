@@ -158,6 +158,18 @@ def softmax_router(get: Reader, *names: str, normalize: bool | None = None) -> R
     return RouterConfig(experts, chosen_experts(get, experts), normalize=normalize)
 
 
+def softmax_mixture(
+    *names: str, normalize: bool | None = None
+) -> Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]:
+    """Experts of `intermediate_size` in every layer, with a router as of `softmax_router`."""
+
+    def read(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+        router = softmax_router(get, *names, normalize=normalize)
+        return MoeConfig(router, get.integer("intermediate_size")), everywhere(layers)
+
+    return read
+
+
 def everywhere(layers: int) -> tuple[bool, ...]:
     """A mixture in every layer."""
     return (True,) * layers

@@ -2,17 +2,8 @@
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture
-from convert.families.mixture import Mixture, everywhere, softmax_router
-from convert.model.moe import MoeConfig
-from convert.model.reader import Reader
+from convert.families.mixture import Mixture, softmax_mixture
 from convert.model.spec import ATTENTION_GROUPS
-
-
-def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-    router = softmax_router(get, "num_experts", "num_local_experts")
-    size = get.integer("intermediate_size")
-    return MoeConfig(router, size), everywhere(layers)
-
 
 OLMOE = Family(
     "olmoe",
@@ -26,6 +17,6 @@ OLMOE = Family(
     },
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"qk_norm": "projection"},
-    mixture=Mixture(_mixture),
+    mixture=Mixture(softmax_mixture("num_experts", "num_local_experts")),
     gguf=Architecture("OLMOE", square=True, tied=False, normalizes=False, grouped=False),
 )
