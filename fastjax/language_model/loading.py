@@ -109,21 +109,7 @@ class FastLanguageModel:
             tokenizer: saved with the model.
             mesh: of the devices that get parts of the weights (`parallel.make_mesh`); None: one has all.
         """
-        parsed = read_config(config, where="config")
-        execution, precision = Execution.of(options, parsed), make_precision(options, parsed)
-        options = dataclasses.replace(options, max_seq_length=row_length(options, parsed))
-        if tokenizer is not None:
-            check_vocabulary(tokenizer, parsed, "from_config")
-        mxfp4 = (config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods
-        key = jax.random.key(random_state)
-        decoder = Decoder(
-            parsed,
-            *random_weights(parsed, key, options, precision, execution, mxfp4=mxfp4, mesh=mesh),
-            precision=precision,
-            executor=execution,
-        )
-        model = _of_decoder(decoder, config, options).replace(tokenizer=tokenizer)
-        return ModelHandle(with_host_embedding(model) if options.offload_embedding else model)
+        return ModelHandle(random_model(config, options, random_state, tokenizer, mesh))
 
     @staticmethod
     @keywords(
@@ -251,6 +237,31 @@ def load_opened(opened: OpenModel, options: LoadOptions, mesh: Mesh | None = Non
         weights = grown(weights, config.vocab_size, opened.known_tokens, opened.new_token_ids)
     decoder = Decoder(config, plan, weights, precision=precision, executor=execution)
     return _of_folder(decoder, opened, options)
+
+
+def random_model(
+    config: Mapping[str, Any],
+    options: LoadOptions,
+    random_state: int = 3407,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    mesh: Mesh | None = None,
+) -> LanguageModel:
+    """A model with random weights, as `FastLanguageModel.from_config` has it, which has the arguments."""
+    parsed = read_config(config, where="config")
+    execution, precision = Execution.of(options, parsed), make_precision(options, parsed)
+    options = dataclasses.replace(options, max_seq_length=row_length(options, parsed))
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, parsed, "from_config")
+    mxfp4 = (config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods
+    key = jax.random.key(random_state)
+    decoder = Decoder(
+        parsed,
+        *random_weights(parsed, key, options, precision, execution, mxfp4=mxfp4, mesh=mesh),
+        precision=precision,
+        executor=execution,
+    )
+    model = _of_decoder(decoder, config, options).replace(tokenizer=tokenizer)
+    return with_host_embedding(model) if options.offload_embedding else model
 
 
 def zeros_of(opened: OpenModel, options: LoadOptions) -> LanguageModel:

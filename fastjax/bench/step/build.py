@@ -12,6 +12,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.host import with_host_embedding, with_host_layers
+from fastjax.language_model.loading import random_model
 from fastjax.language_model.variants import with_fake_quantization
 from fastjax.lora.sites import projections
 from fastjax.parallel import MeshShape
@@ -32,19 +33,7 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
     Raises:
         ConfigError: settings that the model does not take.
     """
-    model = FastLanguageModel.from_config(
-        case.hf_config,
-        max_seq_length=case.seq,
-        dtype=case.dtype,
-        load_in_4bit=case.weights != "16bit",
-        full_finetuning=case.method == "full",
-        use_gradient_checkpointing=case.checkpointing,
-        layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
-        param_dtype=case.param_dtype,
-        mlp_chunk=case.mlp_chunk or "auto",
-        mesh=mesh,
-        base_compute=case.base_compute,  # pyright: ignore[reportArgumentType]
-    )
+    model: LanguageModel = random_model(case.hf_config, case.options, mesh=mesh)
     if case.method != "full":
         with_experts = case.adapters == "all" and model.config.moe is not None
         model = FastLanguageModel.get_peft_model(

@@ -8,6 +8,7 @@ from fastjax.bench.options import DTYPES, option
 from fastjax.bench.step.presets import PRESETS, preset_config
 from fastjax.commands.arguments import positive
 from fastjax.errors import ConfigError
+from fastjax.execution.options import LoadOptions
 from fastjax.training.config.qat import NAMED
 
 if TYPE_CHECKING:
@@ -75,6 +76,21 @@ class StepCase:
         from convert.families.mapping import read_config
 
         return read_config(self.hf_config)
+
+    @property
+    def options(self) -> LoadOptions:
+        """Those of the base, all of whose arrays are on the device."""
+        return LoadOptions(
+            max_seq_length=self.seq,
+            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
+            param_dtype=self.param_dtype,  # pyright: ignore[reportArgumentType]
+            load_in_4bit=self.weights != "16bit",
+            base_compute=self.base_compute,  # pyright: ignore[reportArgumentType]
+            full_finetuning=self.method == "full",
+            use_gradient_checkpointing=self.checkpointing,
+            mlp_chunk=self.mlp_chunk or "auto",
+            layer_loop=self.layer_loop,  # pyright: ignore[reportArgumentType]
+        )
 
     @property
     def devices(self) -> int:
