@@ -42,16 +42,10 @@ _QAT: dict[str, tuple[str | None, str | None]] = {
 
 
 def _base(job: Job) -> None:
-    name, revision = job.take("base_model", str), job.take("revision_of_model", str)
-    if name is None:
-        raise job.wrong("base_model", "a folder or a name on the hub", name)
-    if revision is None:
-        job.carry("base_model", "model.model_name", name)
-    else:
-        job.carry("base_model, revision_of_model", "model.model_name", f"{name}@{revision}")
+    shared.base_model(job, "base_model", "revision_of_model")
     for key in ("base_model_config", "tokenizer_config"):
         why = "config.json and the tokenizer come from the base model's folder; put them there"
-        shared.wants(job, key, job.take(key, str), name, why)
+        shared.wants(job, key, job.take(key, str), job.values["base_model"], why)
 
 
 def _method(job: Job) -> None:

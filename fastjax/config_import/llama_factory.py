@@ -28,11 +28,7 @@ _SWANLAB = "no such tracker; output.report_to has tensorboard and wandb"
 
 
 def _base(job: Job) -> None:
-    name, revision = job.take("model_name_or_path", str), job.take("model_revision", str)
-    if name is None:
-        raise job.wrong("model_name_or_path", "a folder or a name on the hub", name)
-    pinned = revision not in (None, "main")
-    job.carry("model_name_or_path", "model.model_name", f"{name}@{revision}" if pinned else name)
+    shared.base_model(job, "model_name_or_path", "model_revision")
     for key in ("add_tokens", "add_special_tokens"):
         if tokens := job.names(key):
             job.carry_more(key, "model.new_tokens", list(dict.fromkeys(tokens)))

@@ -75,6 +75,17 @@ SYSTEM = "a column of system messages is not read: put each into its prompt, as 
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
 
 
+def base_model(job: Job, key: str, revision_key: str) -> None:
+    """Carry the base model over, at its revision."""
+    name, revision = job.take(key, str), job.take(revision_key, str)
+    if name is None:
+        raise job.wrong(key, "a folder or a name on the hub", name)
+    if revision in (None, "main"):
+        job.carry(key, "model.model_name", name)
+    else:
+        job.carry(f"{key}, {revision_key}", "model.model_name", f"{name}@{revision}")
+
+
 def optimizer(job: Job, key: str) -> None:
     """Carry an optimizer of transformers over, by default AdamW."""
     name = job.take(key, str) or "adamw"
