@@ -11,14 +11,14 @@ from fastjax.models.layout import LayerStack
 
 
 def plan_layers(signatures: Sequence[Hashable], *, scans: bool) -> tuple[LayerStack, ...]:
-    """Split the layers into runs.
+    """Split the layers into stacks.
 
     Args:
         signatures: one a layer; equal for layers of equal structure (formats, shapes, adapters).
         scans: prefix, period × n, remainder, the longest repetition from each position on, of periods up to 8; without
             it every layer is by itself.
     """
-    runs, position, total = [], 0, len(signatures)
+    stacks, position, total = [], 0, len(signatures)
     while position < total:
         best = LayerStack(position, 1, 1)
         for period in range(1, 9) if scans else ():
@@ -27,9 +27,9 @@ def plan_layers(signatures: Sequence[Hashable], *, scans: bool) -> tuple[LayerSt
                 count += 1
             if count > 1 and period * count > best.period * best.count:
                 best = LayerStack(position, period, count)
-        runs.append(best)
+        stacks.append(best)
         position += best.period * best.count
-    return tuple(runs)
+    return tuple(stacks)
 
 
 def located(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
@@ -58,9 +58,9 @@ def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]
     return [[tree(stack, position) for position in range(stack.period)] for stack in plan]
 
 
-def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: Sequence[LayerStack]) -> list[list[Any]]:
-    """Runs of one plan as runs of another; the same arrays where the plans agree."""
+def rearrange(stacks: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: Sequence[LayerStack]) -> list[list[Any]]:
+    """Stacks of one plan as those of another; the same arrays where the plans agree."""
     if tuple(old) == tuple(new):
-        return [list(run) for run in runs]
+        return [list(run) for run in stacks]
     total = sum(run.period * run.count for run in old)
-    return arrange([layer_of(runs, old, index) for index in range(total)], new)
+    return arrange([layer_of(stacks, old, index) for index in range(total)], new)

@@ -102,15 +102,15 @@ def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
     groups, axes = config.groups(0), tensor_axes(config)
 
     def of(keys: tuple[Any, ...], weight: Any) -> Any:
-        place = keys[3:5]  # after run and position
-        if keys[0] != "layers" or keys[-1] != "weight" or place not in axes.by_rows | axes.by_columns:
+        group = keys[3:5]  # after stack and position
+        if keys[0] != "layers" or keys[-1] != "weight" or group not in axes.by_rows | axes.by_columns:
             return weight
-        name = ".".join(place)
+        name = ".".join(group)
         _, columns = as_weight(weight).shape
-        if place in axes.by_columns and columns % devices:
+        if group in axes.by_columns and columns % devices:
             raise ConfigError(f"parallel.tensor: expected a divisor of the {columns} columns of {name}, got {devices}")
         sizes = tuple(rows for _, rows in groups[name].parts)
-        return _apart(weight, sizes, devices if place in axes.by_columns else 1)
+        return _apart(weight, sizes, devices if group in axes.by_columns else 1)
 
     return _by_keys(of, frozen)
 
@@ -128,7 +128,7 @@ def copied(arrays: Any, axes: TensorAxes, *, stacked: bool) -> Any:
     def of(keys: tuple[Any, ...], leaf: Any) -> Any:
         if keys[-1] not in _ADAPTER or math.prod(leaf.shape[lead:]) >= MIN_ADAPTER:
             return leaf
-        places = _adapter_places(keys, axes)
+        places = _adapter_axes(keys, axes)
         shape = (*leaf.shape[:lead], _count(places[0]), *leaf.shape[lead:])
         copies = jnp.broadcast_to(jnp.expand_dims(leaf, lead), shape)
         return lax.with_sharding_constraint(copies, P(*[None] * lead, *places))
@@ -202,13 +202,13 @@ def _specs(state: Any, axes: TensorAxes) -> Any:
     """Where the arrays of some layers lie along `tensor`."""
 
     def of(keys: tuple[Any, ...], leaf: Any) -> Any:
-        place, last = keys[1:3], keys[-1]  # after position
-        by_rows, by_columns = place in axes.by_rows, place in axes.by_columns
+        group, last = keys[1:3], keys[-1]  # after position
+        by_rows, by_columns = group in axes.by_rows, group in axes.by_columns
         if last == "weight" and (by_rows or by_columns):
             return as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
         if last not in _ADAPTER:
             return P()
-        copies, *places = _adapter_places(keys, axes)
+        copies, *places = _adapter_axes(keys, axes)
         return P(*places) if leaf.ndim == len(places) else P(copies, *places)
 
     return _by_keys(of, state)
@@ -221,11 +221,11 @@ def _by_keys(of: Callable[[tuple[Any, ...], Any], Any], tree: Any) -> Any:
     )
 
 
-def _adapter_places(keys: tuple[Any, ...], axes: TensorAxes) -> tuple[Any, ...]:
+def _adapter_axes(keys: tuple[Any, ...], axes: TensorAxes) -> tuple[Any, ...]:
     """The mesh axes of an adapter's copies [copies, rows, columns]."""
-    place, last = keys[1:3], keys[-1]
-    rows = TENSOR if last == "lora_B" and place in axes.by_rows else None
-    columns = TENSOR if last == "lora_A" and place in axes.by_columns else None
+    group, last = keys[1:3], keys[-1]
+    rows = TENSOR if last == "lora_B" and group in axes.by_rows else None
+    columns = TENSOR if last == "lora_A" and group in axes.by_columns else None
     alike = (*BATCH, CONTEXT, TENSOR) if rows is columns is None else (*BATCH, CONTEXT)
     return on_axes(alike, jax.sharding.get_abstract_mesh()), rows, columns
 

@@ -114,10 +114,10 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)
         keys = keys[keys[0] == START :]
-        names_of = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after run and position
-        if names_of is None:
+        names = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after stack and position
+        if names is None:
             return jax.tree.map(lambda leaf: _alone_axes(path, leaf), weight)
-        *leading, out, into = names_of
+        *leading, out, into = names
         axes = as_weight(weight).axes(out, as_input(into))
 
         def stacked(leaf: Any, names: P) -> P:

@@ -45,12 +45,12 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
     """
     decoder = nnx.merge(graphdef, trainable, frozen)
     dtype, lines = decoder.precision.dtype, {}
-    for number, run in enumerate(decoder.plan):
+    for number, stack in enumerate(decoder.plan):
         for position, layer in enumerate(decoder.layers[number]):
-            indices = range(run.start + position, run.start + run.period * run.count, run.period)
+            indices = range(stack.start + position, stack.start + stack.period * stack.count, stack.period)
             for line in _layer(layer, dtype, tokens):
                 lines.setdefault(line, []).extend(indices)
-    total = sum(run.period * run.count for run in decoder.plan)
+    total = sum(stack.period * stack.count for stack in decoder.plan)
     described = []
     for line, indices in lines.items():
         where = "" if len(indices) == total else f" (layers {_ranges(sorted(indices))})"
@@ -180,10 +180,10 @@ def _names(block: str, parts: Iterable[str]) -> str:
 
 def _ranges(indices: list[int]) -> str:
     """Numbers as text, [0, 1, 2, 3, 7] as "0-3, 7"."""
-    runs: list[list[int]] = []
+    spans: list[list[int]] = []
     for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
         else:
-            runs.append([index, index])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            spans.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
