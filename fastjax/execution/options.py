@@ -128,7 +128,8 @@ class LoadOptions:
         """
         tokens = None if self.new_tokens is None else list(map(str, self.new_tokens))
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoadOptions)}
-        return LoadOptions(**{**given, "new_tokens": tokens, **fields})
+        policy = "auto" if self.use_gradient_checkpointing == "auto" else self.remat
+        return LoadOptions(**{**given, "new_tokens": tokens, "use_gradient_checkpointing": policy, **fields})
 
     @property
     def in_nf4(self) -> bool:

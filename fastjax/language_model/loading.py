@@ -142,7 +142,7 @@ class FastLanguageModel:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
         if use_gradient_checkpointing is not None:
-            asked = _load_options({"use_gradient_checkpointing": use_gradient_checkpointing})
+            asked = _load_options({"use_gradient_checkpointing": use_gradient_checkpointing}).settled()
             model = with_checkpointing(model, asked.remat)
             model = model.with_options(use_gradient_checkpointing=asked.use_gradient_checkpointing)
         model = with_fresh_adapter(model, options)

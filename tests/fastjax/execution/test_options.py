@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 
+import jax.numpy as jnp
 import pytest
 
 from convert.families.mapping import read_config
@@ -78,3 +79,15 @@ def test_an_execution_is_told_in_words():
     assert str(Execution.of(options, config)) == "layers unrolled, rematerialisation projections, MLPs by 64 tokens"
     said = "layers scanned, rematerialisation full, MLPs by chunks in long rows"
     assert str(Execution.of(LoadOptions(), config)) == said
+
+
+@pytest.mark.parametrize(("given", "kept"), [(True, "full"), (False, "projections"), ("auto", "auto"), ("full:2",) * 2])
+def test_a_model_keeps_its_options_as_they_came_out(given, kept):
+    """So a trainer's settings are those that it wrote before, and a resumed run finds no difference."""
+    options = {"use_gradient_checkpointing": given, "float32_modules": ["norm"], "load_in_4bit": True}
+    model = FastLanguageModel.from_config(tiny.CONFIG, **options, param_dtype=jnp.bfloat16)
+    settled = dataclasses.asdict(LoadOptions(**options)) | {"max_seq_length": 2048, "dtype": "float32"}
+    settled |= {"use_gradient_checkpointing": kept, "param_dtype": "bfloat16"}
+    assert dataclasses.asdict(model.options) == settled | {"max_seq_length": model.max_seq_length}
+    adapted = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=given)
+    assert adapted.options == model.options and adapted.execution == model.execution
