@@ -35,7 +35,12 @@ def test_encode_picks_the_nearest_value_and_is_idempotent(shape, nested):
     assert decoded.shape == shape
     scales = np.repeat(nf4.decode_absmax(nf4.encode(original)), 64)[: original.size].reshape(shape)
     nearest = np.abs(original[..., None] / scales[..., None] - nf4.NF4_MAP).min(-1)
-    if not nested:
+    if nested:
+        plain = nf4.encode(original).absmax
+        assert tensor.nested_offset == pytest.approx(plain.mean(), rel=1e-6)  # float32, in another order
+        gap = np.diff(dynamic_map()).max() / 2 * tensor.nested_absmax.max()
+        assert np.abs(nf4.decode_absmax(tensor) - plain).max() <= gap * 1.001 + 1e-6
+    else:
         assert np.allclose(np.abs(decoded - original) / scales, nearest, atol=1e-6)  # float32 rounding of x / absmax
         again = nf4.encode(nf4.decode(tensor))
         assert np.array_equal(again.codes, tensor.codes) and np.array_equal(again.absmax, tensor.absmax)
