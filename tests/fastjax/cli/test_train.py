@@ -33,7 +33,7 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     run = tmp_path / "run"
     out = capsys.readouterr().out
     assert "train: 40 examples in" in out and "one unit of" not in out
-    assert "on cpu (device 0, 1 of 8), float32\nidle: " + IDLE + "\n" in out
+    assert re.search(r"on cpu \(device 0, 1 of 8\), float32\nexecution: .*\nidle: " + re.escape(IDLE) + "\n", out)
     assert "step 3/3: loss" in out
     assert f"adapter: {run}/adapter" in out
     assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html"]
