@@ -56,11 +56,11 @@ SPELLED = (
     *("gemma3_text, old spelling", "gemma3_text, flat", "smollm3, by interval", "mistral, layer_types"),
     *("hunyuan_v1_dense, as published", "gemma, gelu_python"),
 )
-THERE_AND_BACK = "tests/fastjax/models/test_families.py::test_config_there_and_back"
+AS_WRITTEN = "tests/fastjax/models/test_families.py::test_a_config_as_transformers_writes_it"
 
 
 def marked(variant):
-    marks = [pytest.mark.exhaustive(by=THERE_AND_BACK)] if variant in SPELLED else []
+    marks = [pytest.mark.exhaustive(by=AS_WRITTEN)] if variant in SPELLED else []
     return pytest.param(variant, marks=marks)
 
 
