@@ -113,7 +113,7 @@ def test_who_does_not_sum_once(kind, axes, reason):
     [
         ("nf4", "projections", "h200", None),
         ("unrolled", "full", "h200", None),
-        ("nf4", "projections", "a100-80", "it needs NVIDIA GPUs of compute capability 9.0, the target is NVIDIA A100"),
+        ("nf4", "projections", "a100-80", "it needs an NVIDIA GPU of compute capability 9.0, the target is NVIDIA A100"),
         ("nf4", "none", "h200", "with none what is read is kept"),
         ("nf4", "offload_attention", "h200", "with offload_attention what is read"),
         ("16 bits", "full", "h200", "no weights are in NF4"),
@@ -146,7 +146,7 @@ def test_a_run_says_why_gpus_gather():
         return open_mesh(shape, AOT(card, shape.size).devices)
 
     line = "parallel.fsdp: weights are gathered, and not read where they lie: "
-    assert said(gpus("a100-80", fsdp=2)).startswith(f"{line}it needs NVIDIA GPUs of compute capability 9.0")
+    assert said(gpus("a100-80", fsdp=2)).startswith(f"{line}it needs an NVIDIA GPU of compute capability 9.0")
     assert said(gpus("h200", fsdp=2), noisy) == f"{line}noise is drawn for all rows\n"
     assert said(None) + said(gpus("a100-80", data=2)) + said(make_mesh(fsdp=2)) == ""
     assert (said(gpus("h200", fsdp=2)) == "") == (JAX_VERSION >= (0, 11))
