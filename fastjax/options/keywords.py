@@ -5,11 +5,11 @@ import functools
 import inspect
 import re
 import textwrap
+import typing
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
-from fastjax.options.fields import hints_of
 from fastjax.options.words import meanings
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def keywords(
         defaults: of fields whose default is another one here.
     """
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in without}
-    hints, defaults = hints_of(kind), defaults or {}
+    hints, defaults = typing.get_type_hints(kind), defaults or {}  # without the limits, which the class checks
 
     def parameter(name: str) -> Parameter:
         how = Parameter.POSITIONAL_OR_KEYWORD if name in positional else Parameter.KEYWORD_ONLY
@@ -48,7 +48,10 @@ def keywords(
 
         @functools.wraps(function)
         def call(*values: Any, **settings: Any) -> T:
-            given = signature.bind(*values, **settings).arguments
+            try:
+                given = signature.bind(*values, **settings).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}: {error}") from None
             chosen = {**defaults, **{name: given.pop(name) for name in fields if name in given}}
             return function(**given, options=make(chosen))
 

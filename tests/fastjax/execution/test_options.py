@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import Literal
 
 import jax.numpy as jnp
 import pytest
@@ -37,8 +38,9 @@ def test_the_face_takes_the_options_as_keywords(function, others, changed):
     left_out = {"new_tokens", "rope_scaling", "allow_nonfinite"} if changed else set()
     assert found == {name: changed.get(name, value) for name, value in DEFAULTS.items() if name not in left_out}
     assert others < parameters.keys() and list(parameters)[1:4] == ["max_seq_length", "dtype", "load_in_4bit"]
+    assert parameters["layer_loop"].annotation == Literal["scan", "unroll"] and "Annotated" not in str(parameters)
     assert all(f"            {name}: " in (function.__doc__ or "") for name in parameters)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lod_in_4bit'"):
+    with pytest.raises(TypeError, match=f"{function.__name__}: got an unexpected keyword argument 'lod_in_4bit'"):
         function("m", lod_in_4bit=True)
 
 
