@@ -40,7 +40,7 @@ class Conversion:
 
         Args:
             weights: The folder.
-            changes: Those of an adapter.
+            changes: An adapter's.
             dtype: What plain tensors are cast to, and packed ones decode to; None: each tensor's own.
             scheme: What the layers' matrices are quantised to, a key of `convert.formats.WRITERS`; None: nothing.
             writer: What quantises them.

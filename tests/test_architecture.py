@@ -33,9 +33,9 @@ OTHER_NAMES = {
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
     "fastjax/commands/hints.py": "keys of the settings, section.key",
-    "fastjax/config_import/job.py": "likewise",
-    "fastjax/runs/opening.py": "likewise",
-    "fastjax/runs/settings_changes.py": "likewise",
+    "fastjax/config_import/job.py": "keys of the settings, section.key",
+    "fastjax/runs/opening.py": "keys of the settings, section.key",
+    "fastjax/runs/settings_changes.py": "keys of the settings, section.key",
 }
 
 

@@ -51,7 +51,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         parser: of a command that takes a model, with or without an adapter.
     """
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
-    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
+    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, a folder or a name on the hub")
     parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
     parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")

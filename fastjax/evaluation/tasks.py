@@ -42,7 +42,7 @@ class Task:
     split: str | None = None
     """of the data set."""
     answer: str | None = None
-    """of exact_match: the right answer, a text with columns as the prompt is."""
+    """the right answer for exact_match, a text with columns as the prompt is."""
     extract: Annotated[str, Predicate(_finds_something), "a regular expression that cannot match nothing"] | None = None
     """of exact_match: a regular expression whose last match, or its first group, is compared, both in the model's
     answer and the row's; null: the whole texts without the white space around them."""

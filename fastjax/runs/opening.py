@@ -170,7 +170,7 @@ def pinned(config: TrainConfig, earlier: Mapping[str, Any] | None = None) -> Tra
 
     Args:
         config: the settings.
-        earlier: those of the resumed run, by section: a name without a revision means its commit.
+        earlier: the resumed run's settings, by section: a name without a revision means its commit.
 
     Raises:
         ConfigError: a model or adapter that is not to be found, or at another commit than that of the earlier run.

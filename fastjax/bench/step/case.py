@@ -79,7 +79,7 @@ class StepCase:
 
     @property
     def options(self) -> LoadOptions:
-        """Those of the base, all of whose arrays are on the device."""
+        """The base's load options; all of its arrays are on the device."""
         return LoadOptions(
             max_seq_length=self.seq,
             dtype=self.dtype,  # pyright: ignore[reportArgumentType]

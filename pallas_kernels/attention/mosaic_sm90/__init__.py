@@ -80,7 +80,7 @@ def backward(
         cotangents: of its results.
         options: of the call.
         dq: block sizes of the kernel for dq; by default those of such a call.
-        dkv: those of the kernel for dk and dv.
+        dkv: block sizes of the kernel for dk and dv.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     q, k, v, mask, _, seed = operands

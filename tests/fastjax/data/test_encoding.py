@@ -68,7 +68,7 @@ HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 )
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_responses_and_the_end_of_the_turn_are_learnt(make_tokenizer, name, chat, expected, adds_bos):
-    """What is learnt stands between « and »."""
+    """Marks « and » around the tokens that are learnt."""
     found, tokens = encode(make_tokenizer(name, adds_bos=adds_bos), chat)
     if adds_bos and not expected.startswith("<s>"):
         expected = "<s>" + expected

@@ -50,7 +50,7 @@ def loaded():
 
 
 def test_a_notebook_s_cells(loaded, tmp_path, capsys):
-    """What Unsloth's and TRL's names of a run become."""
+    """Unsloth's and TRL's names of a run, and the settings that they become."""
     model, tokenizer = loaded
     model.print_trainable_parameters()
     trained, every = model.num_parameters()

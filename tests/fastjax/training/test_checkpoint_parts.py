@@ -154,7 +154,7 @@ def test_chunks(shape, expected):
     ],
 )
 def test_arrays_of_earlier_formats_are_checked_by_their_metadata(tmp_path, monkeypatch, number, checksums):
-    """Those versions wrote no checksums of the chunks, and left some of these out."""
+    """Format 1 has no checksums, 2 and 3 have one for each array, and none of them one for each chunk."""
     monkeypatch.setattr(checkpoint_store, "_CODECS", checkpoint_store._CODECS[:2])
     arrays = {"a": jnp.arange(12.0).reshape(3, 4), "b": jnp.arange(5, dtype=jnp.bfloat16), "c": jnp.zeros((), bool)}
     arrays["a"] = jax.device_put(arrays["a"], NamedSharding(make_mesh(1, 2), P(None, "fsdp")))
