@@ -27,8 +27,8 @@ import numpy as np
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fastjax.bench.step.peers import write_model
-from fastjax.bench.step.presets import preset_config
+from fastjax.bench.peer_models import write_model
+from fastjax.bench.presets import preset_config
 
 #: Arguments of `fastjax bench step`, by part.
 STEPS: dict[str, list[list[str]]] = {

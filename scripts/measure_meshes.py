@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastjax.bench.presets import PRESETS
 from fastjax.bench.step.build import read_mesh
 from fastjax.bench.step.case import METHODS, StepCase, resolve_method
 from fastjax.bench.step.measure import PROFILED, measure
-from fastjax.bench.step.presets import PRESETS
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
 from fastjax.training.config.qat import NAMED
 

@@ -16,8 +16,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastjax.bench.presets import PRESETS
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.presets import PRESETS
 from fastjax.planning.memory import ALLOCATOR_BYTES
 from fastjax.training.report.panels import COLOURS
 

@@ -13,6 +13,7 @@ from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.parallel import MeshShape
+    from fastjax.planning.cache import CacheRoom
     from fastjax.planning.longest import LongestRow
     from fastjax.planning.memory import MemoryLimits
     from fastjax.runs.plan import PlannedStep, RunPlan
@@ -69,12 +70,22 @@ def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", r
         _say(console, f"link: what a card sends in a step, {said or 'nothing'}; tokens/s: of all {mesh.size}.")
     if best is not None:
         _say_pinned(console, best.memory.host)
+    if plan.cache is not None:
+        _say(console, f"generation: {_cache(plan.cache, length)}.")
     return _limits(card, room) | {
         "mesh": mesh._asdict(),
         "chosen": None if best is None else best.policy,
         "refused": dict(plan.refused),
         "policies": [_figures(one, room) for one in planned],
+        "cache": None if plan.cache is None else plan.cache._asdict(),
     }
+
+
+def _cache(cache: "CacheRoom", length: int | None) -> str:
+    """The bytes of a token, and the tokens that fit, in rows of a length."""
+    held = f"{cache.token_bytes / 2**10:,.1f} KiB of cache a token in {cache.dtype}"
+    rows = "" if not length else f", {cache.tokens // length:,} rows of {length:,}"
+    return f"{held}; beside weights of {cache.weights / 1e9:.2f} GB {cache.tokens:,} tokens fit{rows}"
 
 
 def _figures(one: "PlannedStep", room: "MemoryLimits") -> dict[str, Any]:

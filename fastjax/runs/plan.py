@@ -12,6 +12,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.opening import OpenModel
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
+from fastjax.planning.cache import CacheRoom
 from fastjax.planning.choice import first_layers
 from fastjax.planning.collectives import Collective, collectives, link_seconds
 from fastjax.planning.device import Device
@@ -81,12 +82,14 @@ class RunPlan(NamedTuple):
         settings: where no step fits on the device, those with which the smallest would hold less
             (`policies.less_memory`).
         best: the fastest step that fits; None: none fits.
+        cache: of generation with the model; None: on several devices, and of a reward model.
     """
 
     steps: Sequence[PlannedStep]
     refused: Mapping[str, str]
     settings: Sequence[str]
     best: PlannedStep | None = None
+    cache: CacheRoom | None = None
 
 
 class Planner:
@@ -160,7 +163,7 @@ class Planner:
             tried, model = found.keys() | refused.keys(), run.model(least.policy)
             settings = less_memory(run.config, model, self._shape, least.policy, tried)
         best = min((one for one in steps if room.holds(one.memory)), key=lambda one: one.seconds, default=None)
-        return RunPlan(steps, refused, settings, best)
+        return RunPlan(steps, refused, settings, best, self._cache(run))
 
     def longest(self, positions: int, policies: Sequence[str] | None = None) -> dict[str, LongestRow | None]:
         """Search for the longest rows that the step fits with, by compiling it; the settings' length does not matter.
@@ -186,6 +189,13 @@ class Planner:
             policy: longest_row(functools.partial(measure, policy), self._room, positions, self._shape.token_parts)
             for policy in policies or LONG_POLICIES
         }
+
+    def _cache(self, run: RunShapes) -> CacheRoom | None:
+        """The cache of generation, in the dtype of the computation, beside the weights as the run holds them."""
+        model = run.model("full")
+        if self._mesh is not None or model.config.scored:
+            return None
+        return CacheRoom.of(model.config, run.model_bytes, model.dtype, self._room.device)
 
     def _shapes(self, config: TrainConfig, opened: OpenModel) -> RunShapes:
         options = DETERMINISTIC if config.training.deterministic else None

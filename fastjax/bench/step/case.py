@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastjax.bench.options import DTYPES, option
-from fastjax.bench.step.presets import PRESETS, preset_config
+from fastjax.bench.presets import PRESETS, preset_config
 from fastjax.commands.arguments import positive
 from fastjax.errors import ConfigError
 from fastjax.execution.options import LoadOptions

@@ -7,40 +7,27 @@ the case recomputes products it offloads the layers' inputs ("unsloth"), else it
 
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
-from tokenizers import Tokenizer, models
 
-from convert.checkpoint import CONFIG, write_config, write_shards
-from convert.families import family_for
-from convert.quantize import quantize
+from fastjax.bench.peer_models import ENVIRONMENT, write_peer_model
 from fastjax.bench.step.build import adapted_modules, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.bench.torch_peers import import_module
 from fastjax.training.flops import matrix_parameters, step_flops
 
-_SHARD_BYTES = 4 * 2**30
 _RATE = 1e-4
 #: Policies that recompute no product; beside the others stands its offloading of the layers' inputs.
 _KEEPING = ("none", "projections")
-_SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "UNSLOTH_DISABLE_STATISTICS": "1",
-}
 
 
 def why_not(case: StepCase) -> str | None:
@@ -78,44 +65,16 @@ def measure_unsloth(case: StepCase) -> StepResult:
     Args:
         case: of `cases_of`.
     """
-    os.environ.update(_SETTINGS)
+    os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
         os.chdir(folder)  # it writes what it compiles into the working directory
         try:
-            return _measure(case, _write_folder(case, Path(folder)))
+            chosen = write_peer_model(Path(folder), case.hf_config, nf4=case.weights == "nf4")
+            return _measure(case, chosen)
         except Exception as error:  # whatever another library raises is a line of the table
             return StepResult("", jax.__version__, error=f"{type(error).__name__}: {error}"[:300])
         finally:
             os.chdir("/")
-
-
-def write_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a model folder in bfloat16, of normal values, without a tokenizer.
-
-    Args:
-        folder: created.
-        config: contents of config.json.
-    """
-    folder.mkdir(parents=True)
-    family = family_for(config)
-    values = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
-    tensors = ({spec.name: np.resize(values[: math.prod(spec.shape)], spec.shape)} for spec in family.specs(config))
-    write_shards(folder, tensors, max_shard_bytes=_SHARD_BYTES)
-    write_config(folder / CONFIG, {"architectures": [family.architecture], "torch_dtype": "bfloat16", **config})
-
-
-def _write_folder(case: StepCase, folder: Path) -> Path:
-    """The case's model, in 16 bits or as NF4, with a tokenizer."""
-    chosen = plain = folder / "16bit"
-    write_model(plain, case.hf_config)
-    if case.weights == "nf4":
-        quantize(plain, chosen := folder / "nf4")
-    words = {f"w{number}": number for number in range(case.hf_config["vocab_size"])}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(chosen / "tokenizer.json"))
-    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    (chosen / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    return chosen
 
 
 def _load(case: StepCase, folder: Path) -> Any:

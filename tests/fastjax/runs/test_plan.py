@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.planning.memory import MemoryLimits
+from fastjax.planning.memory import ALLOCATOR_BYTES, MemoryLimits
 from fastjax.runs.opening import open_shapes
 from fastjax.runs.plan import Planner
 from pallas_kernels.cards import CARDS
@@ -57,6 +57,9 @@ def test_a_policy_that_the_run_cannot_take_is_shown_with_the_reason(planned):
     assert found.refused == {
         name: f"layer_loop: no {name}" for name in ("attention", "offload", "offload_attention", "offload_projections")
     }
+    assert found.cache is not None and found.cache.dtype == "float32"
+    used = found.cache.weights + ALLOCATOR_BYTES + found.cache.tokens * found.cache.token_bytes
+    assert 0 <= 20 * GIB - used < found.cache.token_bytes and found.cache.weights > 0
 
 
 @pytest.mark.exhaustive("offload")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from convert.families.mapping import read_config
-from fastjax.bench.step.presets import PRESETS
+from fastjax.bench.presets import PRESETS
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.flops import (
     attended_length,

@@ -8,6 +8,7 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.families import family_for
+from fastjax.bench.peer_models import write_peer_model
 from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
 from fastjax.parallel import MeshShape
@@ -16,7 +17,7 @@ CASE = StepCase("tiny", 2, 32, "full", "scan")
 
 
 def test_a_folder_is_a_model_with_a_tokenizer(tmp_path):
-    folder = peers._write_folder(CASE, tmp_path)
+    folder = write_peer_model(tmp_path, CASE.hf_config, nf4=True)
     assert any(name.endswith(".quant_state.bitsandbytes__nf4") for name in open_checkpoint(folder).names)
     assert (folder / "tokenizer.json").exists() and (folder / "tokenizer_config.json").exists()
     plain = open_checkpoint(tmp_path / "16bit")

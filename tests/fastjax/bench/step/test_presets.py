@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from convert.families.mapping import read_config
+from fastjax.bench.presets import preset_config
 from fastjax.bench.step.build import open_case_mesh
 from fastjax.bench.step.case import StepCase, resolve_method
-from fastjax.bench.step.presets import preset_config
 from fastjax.commands.bench_step import REGIMES, make_cases, make_parser
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution

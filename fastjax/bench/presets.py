@@ -67,13 +67,11 @@ def preset_config(preset: str, layers: int | None, weights: str) -> dict[str, An
     known = config["num_hidden_layers"]
     if layers is not None:
         if layers > known:
-            raise ConfigError(f"bench step: --layers: expected at most the {known} of {preset}, got {layers}")
+            raise ConfigError(f"--layers: expected at most the {known} of {preset}, got {layers}")
         config["num_hidden_layers"] = layers
     if weights == "mxfp4" and "quantization_config" not in config:
         having = ", ".join(name for name, fields in PRESETS.items() if "quantization_config" in fields)
-        raise ConfigError(
-            f"bench step: --weights mxfp4: expected a preset with experts in MXFP4 ({having}), got {preset}"
-        )
+        raise ConfigError(f"--weights mxfp4: expected a preset with experts in MXFP4 ({having}), got {preset}")
     if weights != "mxfp4":
         config.pop("quantization_config", None)
     return config
