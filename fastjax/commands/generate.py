@@ -19,12 +19,13 @@ def main(argv: Sequence[str]) -> None:
     """
     arguments = _parser().parse_args(argv)
     prompts = _prompts(arguments)
-    from fastjax.generation.sampling import check_sampling  # JAX is imported once the arguments are right
+    from fastjax.generation.options import GenerationOptions  # JAX is imported once the arguments are right
     from fastjax.generation.text import answer
     from fastjax.language_model.as_trained import load_as_trained
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
-    check_sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    GenerationOptions(**{name: getattr(arguments, name) for name in names})
     model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
     answers = answer(
         model,

@@ -101,16 +101,13 @@ class HarnessModel(LM):
             groups.setdefault(self._options(request.args[1]), []).append(number)
         for (most, *sampling), members in groups.items():
             names = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
-            for start in range(0, len(members), self.batch_size):
-                part = members[start : start + self.batch_size]
-                prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in part]
-                draws = {"seed": self.seed, "first_row": start}
-                new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, **draws, **names)
-                for number, tokens in zip(part, new, strict=True):
-                    text = str(decode(tokens, skip_special_tokens=True))
-                    for end in _until(requests[number].args[1]):
-                        text = text.split(end)[0]
-                    found[number] = text
+            prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in members]
+            new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, seed=self.seed, **names)
+            for number, tokens in zip(members, new, strict=True):
+                text = str(decode(tokens, skip_special_tokens=True))
+                for end in _until(requests[number].args[1]):
+                    text = text.split(end)[0]
+                found[number] = text
         return found
 
     def _tokens(self, text: str) -> list[int]:

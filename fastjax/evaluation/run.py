@@ -134,7 +134,7 @@ def _exact_match(
     model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
 ) -> list[dict[str, Any]]:
     prompts, until = [_asked(task, row, shots) for row in rows], _until(task, shots)
-    options = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size, "chat_template_kwargs": variables}
+    options = {"max_new_tokens": task.max_new_tokens, "chat_template_kwargs": variables}
     answers = answer(model, prompts, chat=task.chat, **options)
     return [
         {

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from fastjax.execution.policies import offloads
 from fastjax.execution.remat import checkpointed
 from fastjax.execution.streamed import has_streamed, on_device, run_streamed
-from fastjax.models.context import Sums, added
+from fastjax.models.context import Context, Sums, added
+from fastjax.models.executor import of_layer
 from fastjax.models.layout import LayerStack
 from fastjax.parallel import several_devices
 from fastjax.parallel.gather import splits_weights
@@ -89,26 +90,39 @@ def run_steps(
     plan: Sequence[LayerStack],
     blocks: Sequence[tuple[Block, Any]],
     x: Float[Array, "B S E"],
-    shared: Any,
+    shared: Context,
     states: Sequence[Any],
 ) -> tuple[Float[Array, "B S E"], list[Any]]:
     """Run the stacks on new tokens, which has no backward pass and keeps nothing for one.
+
+    The states of a stack are carried through its loop: each layer writes its tokens' places, and nothing is copied.
 
     Args:
         plan: the stacks.
         blocks: as of `run_layers`.
         x: the first layer's input.
-        shared: arrays that all layers read.
-        states: of each stack, leading with the count where it repeats.
+        shared: of all layers, with `slots`.
+        states: of each stack.
 
     Returns:
         The last layer's output, and the states after it.
     """
     single = functools.cache(lambda block: jax.jit(_of_this_pass(block)))
     after = []
-    for stack, (block, arrays), before in zip(plan, blocks, states, strict=True):
-        block = single(block) if stack.count == 1 else block
-        x, (state, _) = _run_stack(stack, block, x, arrays, shared, before)
+    for stack, (block, arrays), state in zip(plan, blocks, states, strict=True):
+        if stack.count == 1:
+            x, state, _ = single(block)(x, arrays, of_layer(shared, jnp.int32(0)), jnp.int32(stack.start), state)
+            after.append(state)
+            continue
+
+        def body(carry: Any, one: Any, block: Block = block, stack: LayerStack = stack) -> tuple[Any, None]:
+            (x, state), (arrays, repeat) = carry, one
+            first = stack.start + stack.period * repeat
+            x, state, _ = block(x, on_device(arrays), of_layer(shared, repeat), first, state)
+            return (x, state), None
+
+        repeats = jnp.arange(stack.count, dtype=jnp.int32)
+        (x, state), _ = jax.lax.scan(body, (x, state), (arrays, repeats))
         after.append(state)
     return x, after
 
@@ -118,18 +132,16 @@ def _of_this_pass(block: Block) -> Callable[..., Any]:
     return lambda *arguments: block(*arguments)
 
 
-def _run_stack(
-    stack: LayerStack, block: Callable[..., Any], x: Array, arrays: Any, shared: Any, *states: Any
-) -> tuple[Any, Any]:
+def _run_stack(stack: LayerStack, block: Callable[..., Any], x: Array, arrays: Any, shared: Any) -> tuple[Any, Any]:
     """The output of a stack's layers, and what else the block gives: of a stack that repeats along a leading axis."""
     if stack.count == 1:
-        x, *others = block(x, arrays, shared, jnp.int32(stack.start), *states)
+        x, *others = block(x, arrays, shared, jnp.int32(stack.start))
         return x, others
 
     def body(x: Array, one: Any) -> tuple[Any, Any]:
-        arrays, first, *states = one
-        x, *others = block(x, on_device(arrays), shared, first, *states)
+        arrays, first = one
+        x, *others = block(x, on_device(arrays), shared, first)
         return x, others
 
     firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
-    return jax.lax.scan(body, x, (arrays, firsts, *states))
+    return jax.lax.scan(body, x, (arrays, firsts))

@@ -29,7 +29,6 @@ def answer(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    batch_size: int = 64,
 ) -> list[str]:
     """Let the model answer.
 
@@ -45,7 +44,6 @@ def answer(
         top_k: sample among the k likeliest tokens.
         top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
-        batch_size: prompts that go through the model together.
 
     Returns:
         The answers, without special tokens, in the order of the prompts.
@@ -62,19 +60,8 @@ def answer(
     encoder = Encoder(tokenizer, DataOptions(special_tokens=special_tokens, chat_template_kwargs=variables))
     encoded = encode_prompts(encoder, prompts, chat=chat)
     stops = stop_tokens(model, encoder)
-    answers: list[list[int]] = []
-    for start in range(0, len(encoded), batch_size):
-        answers += generate(
-            model,
-            encoded[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            first_row=start,
-            stop_tokens=stops,
-        )
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop_tokens": stops}
+    answers = generate(model, encoded, max_new_tokens=max_new_tokens, **options)
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]
 
 

@@ -9,44 +9,49 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastjax.models.context import Context, Slots
+from fastjax.models.context import Context, Slots, document_ranges
 from fastjax.models.decoder import Decoder, embed, rotary_tables
 from fastjax.models.rotary import query_scales
 
 
-def empty_states(model: Decoder, batch: int, length: int) -> list[Any]:
-    """The states of a decoder's layers before the first token, one tree a stack.
+def empty_states(model: Decoder, batch: int, pages: tuple[int, int], dtype: jnp.dtype | None = None) -> list[list[Any]]:
+    """The states of a decoder's layers before the first token: of each stack those of its period, for all its layers.
 
     Args:
         model: the decoder.
         batch: rows.
-        length: the most tokens that a row will have.
+        pages: how many there are (page 0 is nobody's), and tokens of each.
+        dtype: of what is kept of a token; None: that of the computation.
     """
-
-    def one(layer: Any, count: int) -> Any:
-        state = layer.mixer.init(batch, length, model.precision.dtype)
-        return state if count == 1 else jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), state)
-
+    dtype = model.precision.dtype if dtype is None else dtype
     stacks = zip(model.plan, model.layers, strict=True)
-    return [[one(layer, stack.count) for layer in layers] for stack, layers in stacks]
+    return [[layer.mixer.init(stack.count, batch, pages, dtype) for layer in layers] for stack, layers in stacks]
 
 
 def step(
-    model: Decoder, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], slots: Slots, states: list[Any]
-) -> tuple[Float[Array, "B S E"], list[Any]]:
+    model: Decoder,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    longest: Int[Array, "B S"],
+    slots: Slots,
+    states: list[list[Any]],
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B S E"], list[list[Any]]]:
     """Hidden states of S new tokens after those that the states hold, and the states with them.
 
     Args:
         model: the decoder.
         tokens: the new tokens.
         positions: their positions.
+        longest: how long each one's row may get: keys are turned when they come, before it is known how long it gets.
         slots: their places, and those before.
         states: as `empty_states` makes them.
+        segment_ids: document of each token, 0 for padding, where several begin in a row; None: each goes on a row.
     """
-    # Keys are turned when they come, before it is known how long the row gets: it counts for as long as it may get.
-    longest = jnp.full(positions.shape, slots.filled.shape[1], jnp.int32)
     rotary, scales = rotary_tables(model.config, positions, longest), query_scales(model.config, positions)
-    context, x = Context(rotary, None, None, scales, slots=slots), embed(model, tokens)
+    ranges = None if segment_ids is None else document_ranges(segment_ids)
+    context = Context(rotary, ranges, None, scales, mask=slots.tokens != 0, slots=slots)
+    x = embed(model, tokens)
     with jax.named_scope("layers"):
         x, states = model.executor.step(model, x, context, states)
     return model.norm(x), states

@@ -16,15 +16,23 @@ Sums = dict[str, Float[Array, "..."]]
 class Slots(NamedTuple):
     """New tokens and those before them, whose states the layers hold (`mixers.LayerState`).
 
+    Pages of P tokens hold what a layer keeps of each token; page 0 is nobody's, and takes what padding writes.
+
     Attributes:
-        index: slot of the first of the S new tokens.
-        filled: which of T slots hold tokens (the new ones included), int32 1 or 0.
         tokens: which of the new ones are tokens and no padding, int32 1 or 0.
+        pages: the page of each new token, 0 of padding.
+        places: its place in the page.
+        table: the pages of each row, from its first token on; entries behind its last page may be any number.
+        lengths: tokens of each row, the new ones included.
+        layer: number of the layer among those of its stack and place in the period.
     """
 
-    index: Int[Array, ""]
-    filled: Int[Array, "B T"]
     tokens: Int[Array, "B S"]
+    pages: Int[Array, "B S"]
+    places: Int[Array, "B S"]
+    table: Int[Array, "B M"]
+    lengths: Int[Array, "B"]
+    layer: Int[Array, ""]
 
 
 class Context(NamedTuple):
@@ -33,8 +41,8 @@ class Context(NamedTuple):
     Attributes:
         rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
             the name of the field of `ModelConfig` that they come from.
-        segment_ranges: where the documents of the whole rows lie; None where every row is one document, and with
-            `slots`.
+        segment_ranges: where the documents of the rows lie; None where every row is one document. With `slots` new
+            tokens of several documents, of which none has tokens before.
         key: dropout key of the step; None outside training.
         query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
         mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.

@@ -42,14 +42,14 @@ class Executor:
             context: of all layers.
         """
         total: Sums = {}
-        for first, _, layers, _ in _periods(model, [None] * len(model.plan)):
+        for first, _, layers, _ in _periods(model):
             x, sums = apply_layers(layers, x, context, first)
             total = added(total, sums)
         return x, total
 
     def step(
-        self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[Any]
-    ) -> tuple[Float[Array, "B S E"], list[Any]]:
+        self, model: Any, x: Float[Array, "B S E"], context: Context, states: list[list[Any]]
+    ) -> tuple[Float[Array, "B S E"], list[list[Any]]]:
         """All layers of a decoder on new tokens: their output, and the states with them.
 
         Args:
@@ -58,23 +58,29 @@ class Executor:
             context: of all layers, with `slots`.
             states: as `caching.empty_states` makes them.
         """
-        after: list[list[Any]] = [[] for _ in model.plan]
-        for first, number, layers, before in _periods(model, states):
-            x, state, _ = step_layers(layers, x, context, first, before)
-            after[number].append(state)
-        stacked = (
-            made[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
-            for stack, made in zip(model.plan, after, strict=True)
-        )
-        return x, list(stacked)
+        states = list(states)
+        for first, number, layers, repeat in _periods(model):
+            x, states[number], _ = step_layers(layers, x, of_layer(context, repeat), first, states[number])
+        return x, states
 
 
-def _periods(model: Any, states: list[Any]) -> Any:
-    """(number of the first layer, number of the stack, layers, their states) of every period of every stack."""
-    for number, (stack, layers, own) in enumerate(zip(model.plan, model.layers, states, strict=True)):
+def of_layer(context: Context, layer: Int[Array, ""]) -> Context:
+    """The context of a layer on new tokens.
+
+    Args:
+        context: of all.
+        layer: its number in its stack.
+    """
+    assert context.slots is not None, "new tokens have slots"
+    return context._replace(slots=context.slots._replace(layer=layer))
+
+
+def _periods(model: Any) -> Any:
+    """(number of the first layer, number of the stack, layers, number in the stack) of every period of every stack."""
+    for number, (stack, layers) in enumerate(zip(model.plan, model.layers, strict=True)):
         graphdef, variables = nnx.split(layers)
-        whole = nnx.to_pure_dict(variables), own
+        whole = nnx.to_pure_dict(variables)
         for repeat in range(stack.count):
-            arrays, state = whole if stack.count == 1 else jax.tree.map(lambda leaf, at=repeat: leaf[at], whole)
+            arrays = whole if stack.count == 1 else jax.tree.map(lambda leaf, at=repeat: leaf[at], whole)
             first = jnp.int32(stack.start + stack.period * repeat)
-            yield first, number, nnx.merge(graphdef, arrays), state
+            yield first, number, nnx.merge(graphdef, arrays), jnp.int32(repeat)

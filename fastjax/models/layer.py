@@ -121,9 +121,9 @@ def step_layers(layers: Any, x: Array, context: Context, first: Array, states: S
     Args:
         layers: modules.
         x: the first one's input.
-        context: of all layers, with `slots`.
+        context: of all layers, with `slots` of theirs.
         first: its number, which no layer asks for here.
-        states: of each layer.
+        states: of each layer, and its like in the stack.
 
     Returns:
         The output, the states after it, and no sums.

@@ -20,10 +20,11 @@ from fastjax.models.projection import Projection
 
 
 class LayerState(Protocol):
-    """The state that a layer keeps of the tokens so far, a pytree.
+    """The state that the layers of a stack keep of the tokens so far, a pytree.
 
     Attributes:
-        AXES: the names of each leaf's axes: "batch", "length" (a slot a token), and logical axes of weights.
+        AXES: the names of each leaf's axes: "layers" first, then "batch" where each row has its own, or "pages" and
+            "page" (pages and their places, which a table gives the rows); and logical axes of weights.
     """
 
     AXES: ClassVar[tuple[tuple[str, ...], ...]]
@@ -77,13 +78,14 @@ class Mixer(Protocol):
         """The projections to its output."""
         ...
 
-    def init(self, batch: int, length: int, dtype: jnp.dtype) -> Any:
+    def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> Any:
         """The `LayerState` before the first token.
 
         Args:
+            layers: that share it, each with a part of its own.
             batch: rows.
-            length: the most tokens that a row will have.
-            dtype: of the computation.
+            pages: how many there are, and tokens of each.
+            dtype: of what is kept of a token.
         """
         ...
 
@@ -99,8 +101,8 @@ class Mixer(Protocol):
 
         Args:
             x: normalised inputs.
-            state: of the tokens before.
-            context: of all layers, with `slots`.
+            state: of the tokens before, of all layers of the stack.
+            context: of all layers, with `slots`: their `layer` says which part of the state is this one's.
             residual: the residual stream, to which the output is added; None: the output is returned alone.
             prepared: x as `lora.norm` prepares it for `united`.
         """

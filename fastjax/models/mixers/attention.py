@@ -8,41 +8,54 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model import layers
 from fastjax.lora import heads as heads_unit
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.norm import PreparedRows
 from fastjax.lora.params import BaseParam
-from fastjax.models.context import Context
+from fastjax.models.context import Context, Slots
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, batch_part, local
 from fastjax.residuals import HEADS, name_residual
 from pallas_kernels.attention import SegmentRanges, attention, ring_attention
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of the tokens so far."""
+    """Keys and values of the tokens so far, in pages."""
 
-    keys: Float[Array, "B T K D"]
-    values: Float[Array, "B T K D"]
+    keys: Float[Array, "L N K P D"]
+    values: Float[Array, "L N K P D"]
 
-    AXES = (("batch", "length", "key_heads", "head_dim"),) * 2
+    AXES = (("layers", "pages", "key_heads", "page", "head_dim"),) * 2
 
-    def written(
-        self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], index: Int[Array, ""]
-    ) -> "KeysValues":
-        """With S more tokens in the slots from `index` on."""
-        start = (0, index, 0, 0)
-        return KeysValues(
-            jax.lax.dynamic_update_slice(self.keys, keys.astype(self.keys.dtype), start),
-            jax.lax.dynamic_update_slice(self.values, values.astype(self.values.dtype), start),
-        )
+    def written(self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots) -> "KeysValues":
+        """With the new tokens in their places."""
+        pages, places = slots.pages.reshape(-1), slots.places.reshape(-1)
+
+        def with_new(held: Array, new: Array) -> Array:
+            new = new.astype(held.dtype).reshape(-1, *new.shape[2:])
+            return held.at[slots.layer, pages, :, places].set(new, mode="promise_in_bounds")
+
+        return KeysValues(with_new(self.keys, keys), with_new(self.values, values))
+
+    def of_rows(self, slots: Slots, dtype: jnp.dtype) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """The rows' keys and values one after another; behind a row's last token they may be anything finite."""
+        page = self.keys.shape[3]
+        needed = jnp.arange(slots.table.shape[1])[None] * page < slots.lengths[:, None]
+        table = jnp.where(needed, slots.table, 0)
+
+        def gathered(held: Array) -> Array:
+            taken = jnp.moveaxis(held[slots.layer, table], 2, 3)
+            return taken.reshape(table.shape[0], -1, *taken.shape[3:]).astype(dtype)
+
+        return gathered(self.keys), gathered(self.values)
 
 
 class Sinks(nnx.Module):
@@ -125,11 +138,12 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x, context, key, prepared)
         return self._out(self._attend(q, k, v, context.segment_ranges, key), x.dtype, key, residual)
 
-    def init(self, batch: int, length: int, dtype: jnp.dtype) -> KeysValues:
-        """Keys and values of no token, with room for `length`."""
+    def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> KeysValues:
+        """Keys and values of no token."""
         dtype = jnp.dtype(jnp.float32) if self.float32 else dtype
         _, key_heads, size = self.shape
-        return KeysValues(*(jnp.zeros((batch, length, key_heads, size), dtype) for _ in KeysValues._fields))
+        shape = (layers, pages[0], key_heads, pages[1], size)
+        return KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @jax.named_scope("attention")
     def step(
@@ -144,18 +158,47 @@ class Attention(nnx.Module):
         slots = context.slots
         assert slots is not None, "new tokens need their slots"
         q, k, v = self._heads(x, context, None, prepared)
-        state = state.written(k, v, slots.index)
-        out = attention(
-            q,
-            state.keys.astype(q.dtype),
-            state.values.astype(q.dtype),
-            segment_ids=slots.tokens,
-            kv_segment_ids=slots.filled,
-            query_offset=slots.index,
-            sinks=self._sink_logits(),
-            **self._options(),
-        )
+        state = state.written(k, v, slots)
+        if context.segment_ranges is not None:
+            out = self._attend(q, k, v, context.segment_ranges, None)
+        elif x.shape[1] == 1:
+            out = self._attend_to_pages(q[:, 0], state, slots)[:, None]
+        else:
+            out = self._attend_to_rows(q, state, slots)
         return self._out(out, x.dtype, None, residual), state
+
+    def _attend_to_pages(self, q: Float[Array, "B H D"], state: KeysValues, slots: Slots) -> Float[Array, "B H D"]:
+        """Attention of one token a row."""
+
+        def attend(q, state, slots, sinks):
+            return paged_attention(
+                q, state.keys, state.values, slots.table, slots.lengths, layer=slots.layer, sinks=sinks,
+                **self._options(),
+            )  # fmt: skip
+
+        island = local(attend, in_specs=(P(),) * 4, out_specs=P())
+        return island(q, state, slots, self._sink_logits())
+
+    def _attend_to_rows(self, q: Float[Array, "B S H D"], state: KeysValues, slots: Slots) -> Float[Array, "B S H D"]:
+        """Attention of several tokens of rows that have others before: a row at a time, since each has its own."""
+        keys, values = state.of_rows(slots, q.dtype)
+        filled = (jnp.arange(keys.shape[1])[None] < slots.lengths[:, None]).astype(jnp.int32)
+        outs = []
+        for row in range(q.shape[0]):
+            only = slice(row, row + 1)
+            outs.append(
+                attention(
+                    q[only],
+                    keys[only],
+                    values[only],
+                    segment_ids=slots.tokens[only],
+                    kv_segment_ids=filled[only],
+                    query_offset=slots.lengths[row] - jnp.sum(slots.tokens[row]),
+                    sinks=self._sink_logits(),
+                    **self._options(),
+                )
+            )
+        return jnp.concatenate(outs)
 
     def why_not_fused(self, dtype: jnp.dtype) -> str | None:
         """The reason, a clause, that the way from input to turned heads is not one unit with its adapters; None: it is.

@@ -51,13 +51,6 @@ def test_conversations_are_continued(answer):
     assert answer([CHAT, "q", [CHAT[1]], tuple(CHAT)]) == [expected, alone, alone, expected]
 
 
-def test_batches_draw_numbers_of_their_own_by_one_seed(answer, monkeypatch):
-    calls = []
-    monkeypatch.setattr(text, "generate", lambda model, prompts, **options: calls.append(options) or prompts)
-    answer(["q"] * 3, batch_size=2, seed=2**32 - 1)
-    assert [(call["seed"], call["first_row"]) for call in calls] == [(2**32 - 1, 0), (2**32 - 1, 2)]
-
-
 def test_special_tokens_in_prompts_as_text(answer, monkeypatch):
     seen = []
     monkeypatch.setattr(text, "generate", lambda model, prompts, **options: seen.extend(prompts) or prompts)

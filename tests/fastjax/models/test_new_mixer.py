@@ -55,7 +55,7 @@ class State(NamedTuple):
     hidden: jax.Array
     tail: jax.Array
 
-    AXES = (("batch", "embed"), ("batch", "taps", "embed"))
+    AXES = (("layers", "batch", "embed"), ("layers", "batch", "taps", "embed"))
 
 
 def chosen(rows, some, others):
@@ -87,15 +87,18 @@ class RecurrenceModule(nnx.Module):
         ranges = context.segment_ranges
         first = jnp.broadcast_to(places == 0, x.shape[:2]) if ranges is None else ranges.k_start == places
         real = jnp.ones(x.shape[:2], bool) if ranges is None else ranges.k_end > ranges.k_start
-        return self._scanned(x, first, real, self.init(len(x), 0, x.dtype), key, residual)[0]
+        before = jax.tree.map(lambda leaf: leaf[0], self.init(1, len(x), (0, 0), x.dtype))
+        return self._scanned(x, first, real, before, key, residual)[0]
 
-    def init(self, batch, length, dtype):
+    def init(self, layers, batch, pages, dtype):
         width = self.decay.weight[...].shape[-1]
-        return State(jnp.zeros((batch, width), dtype), jnp.zeros((batch, TAPS - 1, width), dtype))
+        return State(jnp.zeros((layers, batch, width), dtype), jnp.zeros((layers, batch, TAPS - 1, width), dtype))
 
     def step(self, x, state, context, residual=None, made=None):
-        real = context.slots.tokens != 0
-        return self._scanned(x, jnp.zeros_like(real), real, state, None, residual)
+        real, layer = context.slots.tokens != 0, context.slots.layer
+        own = jax.tree.map(lambda leaf: leaf[layer], state)
+        out, own = self._scanned(x, jnp.zeros_like(real), real, own, None, residual)
+        return out, jax.tree.map(lambda leaf, new: leaf.at[layer].set(new), state, own)
 
     def _scanned(self, x, first, real, state, key, residual):
         (made,) = self.into(x, key)
@@ -180,13 +183,13 @@ def test_generation_gives_the_tokens_of_whole_passes(tmp_path):
 
 def test_its_state_says_its_axes(tmp_path):
     decoder = model(tmp_path).module()
-    for stack in caching.empty_states(decoder, 2, 8):
-        for state in stack:
-            assert all(leaf.ndim - len(names) in (0, 1) for leaf, names in zip(state, state.AXES, strict=True))
-    assert {type(layer.mixer.init(1, 1, jnp.float32)).__name__ for layer in decoder.layers[0]} == {
-        "State",
-        "KeysValues",
-    }
+    states = [state for stack in caching.empty_states(decoder, 2, (3, 8)) for state in stack]
+    assert {type(state).__name__ for state in states} == {"State", "KeysValues"}
+    sizes = {"layers": 2, "batch": 2, "pages": 3, "page": 8}
+    for state in states:
+        for leaf, names in zip(state, state.AXES, strict=True):
+            named = dict(zip(names, leaf.shape, strict=True))
+            assert {name: size for name, size in named.items() if name in sizes}.items() <= sizes.items()
 
 
 def test_it_trains_whole_and_saves(tmp_path):

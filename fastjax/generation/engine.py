@@ -1,0 +1,290 @@
+"""An engine that answers requests: rows of a batch that come and go, while the others go on.
+
+The host decides which answers have a row and pages of the cache, and the programs (`generation.programs`) do the rest:
+prompts are prefilled packed, as the documents of a training row, and up to `steps` tokens of all rows come from one
+call (continuous batching: Yu et al., OSDI 2022; pages: Kwon et al., arXiv 2309.06180). A request that finds no room
+waits. The pages that an answer may need are set aside when it begins, so no answer is ever taken back.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.errors import shown
+from fastjax.errors import ConfigError
+from fastjax.execution.language_model import LanguageModel, check_logits
+from fastjax.generation.choices import Choice, Piece, Sizes, piece_of, prompt_arrays, token_ids
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.pages import Pages
+from fastjax.generation.programs import Decoded, decode, prefill
+from fastjax.generation.sampling import Picked
+from fastjax.generation.state import EngineState, Prompts, empty_state, has_axis
+from fastjax.models.caching import empty_states
+from fastjax.models.precision import DTYPES
+
+#: Tokens of a page, measured on an H100 (docs/lab/attention.md); the most tokens of prompts that are taken in at once;
+#: the fewest; and the most answers whose prompts are.
+PAGE, CHUNK, LEAST, ENTRIES = 64, 8192, 32, 64
+#: Numbers of rows for which the decoding program is compiled.
+WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Engine:
+    """Answers to requests, as many at a time as there are rows and pages for."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        rows: int = 64,
+        tokens: int | None = None,
+        max_length: int | None = None,
+        cache_dtype: str | None = None,
+        steps: int = 16,
+    ):
+        """Set the cache aside.
+
+        Args:
+            model: with or without an adapter.
+            rows: answers at a time, up to 512; more wait.
+            tokens: of prompts and answers that the cache holds, in pages of 64; None: as many as `rows` of
+                `max_length`.
+            max_length: the most tokens of a prompt with its answer; None: the model's `max_seq_length`.
+            cache_dtype: dtype of keys and values, "float32", "bfloat16" or "float16"; None: that of the computation.
+            steps: tokens of each answer that a call of `step` brings at most.
+
+        Raises:
+            ConfigError: a setting out of range, a reward model, or a cache too small for one answer of `max_length`.
+        """
+        check_logits(model, "generate")
+        longest = model.max_seq_length if max_length is None else max_length
+        for name, value, most in (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length)):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name}: expected an integer from 1 to {most}, got {shown(value)}")
+        if cache_dtype is not None and cache_dtype not in DTYPES:
+            raise ConfigError(f"cache_dtype: expected one of {', '.join(DTYPES)}, got {shown(cache_dtype)}")
+        self.model, self.rows, self.max_length, self.steps = model, rows, longest, steps
+        width = -(-longest // PAGE)
+        count = width * rows if tokens is None else -(-tokens // PAGE)
+        if count < width:
+            raise ConfigError(
+                f"tokens: expected room for one answer of max_length {longest}, which is {width * PAGE}, got {tokens}"
+            )
+        dtype = model.dtype if cache_dtype is None else jnp.dtype(cache_dtype)
+        decoder = model.module()
+        states = jax.eval_shape(lambda: empty_states(decoder, 1, (1, 1)))
+        self._packs = not has_axis(states, "batch")
+        self._state = empty_state(decoder, rows, (count + 1, PAGE), width, dtype)
+        self._width, self._pages = width, Pages(count + 1, PAGE)
+        self._free = list(range(rows - 1, -1, -1))
+        self._waiting: collections.deque[Choice] = collections.deque()
+        self._entering: list[Choice] = []
+        self._going: list[Choice] = []
+        self._ended: list[Piece] = []
+        self._numbers = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._waiting or self._entering or self._going or self._ended)
+
+    def add(self, prompt: Sequence[int], options: GenerationOptions | None = None) -> int:
+        """Ask for answers to a prompt.
+
+        Args:
+            prompt: token ids, at least one.
+            options: of the answers; their `stop_strings` are the caller's to look for (`generation.text`).
+
+        Returns:
+            The request's number.
+
+        Raises:
+            ConfigError: no prompt, a token that the model does not have, a setting out of range, or prompt and answer
+                longer than `max_length`.
+        """
+        vocabulary = self.model.config.vocab_size
+        options = (GenerationOptions() if options is None else options).checked(vocabulary)
+        tokens = token_ids(prompt, vocabulary)
+        if len(tokens) + options.max_new_tokens > self.max_length:
+            raise ConfigError(
+                f"generate: expected a prompt and new tokens of at most {self.max_length} together (max_seq_length "
+                f"{self.model.max_seq_length}), got a prompt of {len(tokens)} and max_new_tokens "
+                f"{options.max_new_tokens}; load the model with a larger max_seq_length, or ask for fewer"
+            )
+        self._numbers += 1
+        self._waiting += [Choice(self._numbers, choice, tokens, options) for choice in range(options.n)]
+        return self._numbers
+
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """End a request's answers; of those that have ended, nothing happens.
+
+        Args:
+            request: its number.
+            choice: one of its answers; None: all.
+        """
+
+        def meant(one: Choice) -> bool:
+            return one.request == request and choice in (None, one.number)
+
+        cancelled = [one for one in (*self._waiting, *self._entering, *self._going) if meant(one)]
+        self._waiting = collections.deque(one for one in self._waiting if not meant(one))
+        self._entering = [one for one in self._entering if not meant(one)]
+        for one in cancelled:
+            self._ended.append(Piece(one.request, one.number, finish_reason="cancelled"))
+            self._released(one)
+        # Answers that were to share a prompt that does not come any more wait again.
+        lost = [one for one in self._entering if one.source in cancelled]
+        self._entering = [one for one in self._entering if one.source not in cancelled]
+        for one in reversed(lost):
+            self._released(one)
+            self._waiting.appendleft(dataclasses.replace(one, source=None, row=-1, pages=[], entered=0))
+
+    def warm_up(self) -> None:
+        """Compile every program that requests may need, before the first one comes; of an engine that is not busy."""
+        longest = min(CHUNK, self.max_length)
+        widths = {_bucket(min(1 << power, longest), CHUNK) for power in range(CHUNK.bit_length())}
+        pieces = {False} if self.max_length > CHUNK else set()
+        for width in sorted(widths):
+            for packed in {self._packs} | pieces:
+                empty = self._arrays([], [], width)
+                self._state, _ = self._call(prefill, empty, packed=packed)
+        for width in sorted({min(each, self.rows) for each in WIDTHS}):
+            where = np.full(width, self.rows, np.int32)
+            self._state, _ = self._call(decode, where, np.int32(self.steps), most=self.steps)
+
+    def run(self) -> Iterator[Piece]:
+        """What comes, until all requests are answered."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[Piece]:
+        """Take in the prompts that there is room for, and generate tokens of all rows.
+
+        Returns:
+            What came, in the order of the rows' answers.
+        """
+        pieces, self._ended = self._ended, []
+        self._admit()
+        first = []
+        while self._entering:
+            first.append(self._prefilled())
+        decoding = [one for one in self._going]  # noqa: C416
+        later = self._decoded(decoding) if decoding else None
+        fetched_first, fetched_later = jax.device_get(([picked for _, picked in first], later))
+        for (entries, _), picked in zip(first, fetched_first, strict=True):
+            pieces += self._pieces(entries, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)))
+        if fetched_later is not None:
+            pieces += self._pieces(list(enumerate(decoding)), fetched_later)
+        return pieces
+
+    def _admit(self) -> None:
+        """Give the answers that wait rows and pages, in the order in which they came."""
+        while self._waiting and self._free:
+            choice = self._waiting[0]
+            source = self._shared_with(choice)
+            whole = 0 if source is None else len(choice.prompt) // PAGE
+            needed = self._pages.needed(choice.longest) - whole
+            if needed > self._pages.free:
+                return
+            self._waiting.popleft()
+            choice.row, choice.source = self._free.pop(), source
+            shared = [] if source is None else source.pages[:whole]
+            self._pages.share(shared)
+            choice.pages = [*shared, *self._pages.take(needed)]
+            self._entering.append(choice)
+
+    def _shared_with(self, choice: Choice) -> Choice | None:
+        """The answer to the same request whose prompt comes in with this one's, with room for it in the same call."""
+        same = [one for one in self._entering if one.request == choice.request]
+        return same[0] if same and len(same) < self._most_entries else None
+
+    @property
+    def _most_entries(self) -> int:
+        return min(self.rows, ENTRIES)
+
+    def _prefilled(self) -> tuple[list[tuple[int, Choice]], Picked]:
+        """Take in as many prompts as go together, or a piece of one.
+
+        Returns:
+            The answers whose prompts ended, with their entries, and the first tokens.
+        """
+        entries, taken, packed = self._together()
+        total = sum(taken[entry] for entry, one in enumerate(entries) if one.source is None)
+        prompts = self._arrays(entries, taken, _bucket(total, CHUNK))
+        self._state, picked = self._call(prefill, prompts, packed=packed)
+        for one, count in zip(entries, taken, strict=True):
+            one.entered += count
+        ended = [(entry, one) for entry, one in enumerate(entries) if one.entered == len(one.prompt)]
+        done = {id(one) for _, one in ended}
+        self._entering = [one for one in self._entering if id(one) not in done]
+        self._going += [one for _, one in ended]
+        return ended, picked
+
+    def _together(self) -> tuple[list[Choice], list[int], bool]:
+        """The answers whose prompts come in next, the tokens of each, and whether they are packed."""
+        first = self._entering[0]
+        left = len(first.prompt) - first.entered
+        if first.entered or left > CHUNK or not self._packs:
+            entries = [first]
+            if left <= CHUNK:  # the last piece: those that share it begin
+                entries += [one for one in self._entering if one.source is first]
+            return entries, [min(left, CHUNK), *[left + first.entered] * (len(entries) - 1)], False
+        entries, room = [], CHUNK
+        for one in self._entering:
+            alone = one.source is None
+            if len(entries) == self._most_entries or (not alone and one.source not in entries):
+                break
+            if alone and len(one.prompt) > room:
+                break
+            entries.append(one)
+            room -= len(one.prompt) if alone else 0
+        return entries, [len(one.prompt) for one in entries], True
+
+    def _arrays(self, entries: list[Choice], taken: list[int], width: int) -> Prompts:
+        sizes = Sizes(self.rows, self._most_entries, width, self._width, PAGE, self.model.config.vocab_size)
+        return prompt_arrays(entries, taken, sizes)
+
+    def _decoded(self, choices: list[Choice]) -> Decoded:
+        """Tokens of some answers."""
+        width = next(each for each in (*WIDTHS, self.rows) if each >= len(choices))
+        width = min(width, self.rows)
+        where = np.full(width, self.rows, np.int32)
+        where[: len(choices)] = [one.row for one in choices]
+        self._state, decoded = self._call(decode, where, np.int32(self.steps), most=self.steps)
+        return decoded
+
+    def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[EngineState, Any]:
+        model = self.model
+        return program(model.graphdef, model.trainable, model.frozen, self._state, *arguments, **static)
+
+    def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded) -> list[Piece]:
+        """What came of some answers, whose rows are given back where they ended."""
+        pieces = []
+        for column, one in entries:
+            if one.row < 0:  # cancelled, or ended by its first token
+                continue
+            piece = piece_of(one, Decoded(*(leaf[:, column] for leaf in tokens)))
+            one.answered += len(piece.tokens)
+            if piece.finish_reason is not None:
+                self._released(one)
+            pieces.append(piece)
+        return pieces
+
+    def _released(self, choice: Choice) -> None:
+        """Give back an answer's row and pages."""
+        self._going = [one for one in self._going if one is not choice]
+        if choice.row >= 0:
+            self._free.append(choice.row)
+            self._pages.give_back(choice.pages)
+            choice.row, choice.pages = -1, []
+
+
+def _bucket(count: int, most: int) -> int:
+    """A number of tokens, rounded up to few widths, so to few compilations."""
+    return min(max(LEAST, 1 << math.ceil(math.log2(count))), most)

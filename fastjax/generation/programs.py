@@ -1,0 +1,257 @@
+"""The two programs of generation, pure functions of the state: prompts into it, and tokens out of it.
+
+Nothing that differs from request to request is static, so each is compiled once a shape.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from fastjax.generation.sampling import Picked, pick
+from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_axis
+from fastjax.models.caching import step
+from fastjax.models.context import Slots
+from fastjax.models.decoder import Decoder, lm_logits
+
+
+class Decoded(NamedTuple):
+    """Tokens of W rows, as they came in up to K steps.
+
+    Attributes:
+        tokens: -1 where a row had ended.
+        log_probs: as of `Picked`.
+        likeliest_ids: as of `Picked`.
+        likeliest: as of `Picked`.
+    """
+
+    tokens: Int[Array, "K W"]
+    log_probs: Float[Array, "K W"]
+    likeliest_ids: Int[Array, "K W A"]
+    likeliest: Float[Array, "K W A"]
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "packed"), donate_argnames=("state",))
+def prefill(
+    graphdef: nnx.GraphDef, trainable: Any, frozen: Any, state: EngineState, prompts: Prompts, *, packed: bool
+) -> tuple[EngineState, Picked]:
+    """Take prompts in, and pick the first token of each answer whose prompt ends.
+
+    Args:
+        graphdef: of the decoder.
+        trainable: its trained arrays.
+        frozen: its others.
+        state: of the rows so far; it is used up.
+        prompts: what comes.
+        packed: whether all of them begin here; else there is one, which goes on where its row ends.
+
+    Returns:
+        The state, and the tokens of the entries [E]; of an entry without an end they mean nothing.
+    """
+    model = nnx.merge(graphdef, trainable, frozen)
+    count = prompts.rows.shape[0]
+    real = prompts.answers < count
+    entry = jnp.minimum(prompts.answers, count - 1)
+    rows = _admitted(state.rows, prompts, entry, real)
+    page = _page(state.layers)
+    slots = Slots(
+        tokens=real[None].astype(jnp.int32),
+        pages=jnp.where(real, prompts.table[entry, prompts.positions // page], 0)[None],
+        places=(prompts.positions % page)[None],
+        table=prompts.table[:1],
+        lengths=prompts.lengths[:1],
+        layer=jnp.int32(0),
+    )
+    layers = state.layers
+    if has_axis(layers, "batch"):
+        layers = _zeroed(_taken(layers, prompts.rows[:1]), prompts.fresh[:1])
+    hidden, layers = step(
+        model,
+        prompts.tokens[None],
+        prompts.positions[None],
+        prompts.longest[entry][None],
+        slots,
+        layers,
+        jnp.where(real, prompts.answers + 1, 0)[None] if packed else None,
+    )
+    layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts.copies)
+    ends = hidden[:, jnp.maximum(prompts.ends, 0)]
+    return _picked(model, ends, EngineState(rows, layers), prompts)
+
+
+def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -> tuple[EngineState, Picked]:
+    """The first token of each answer whose prompt has ended, and the rows with it."""
+    rows, where = state.rows, prompts.rows
+    mine = _rows_at(rows, where)
+    logits = lm_logits(model.lm_head, ends)[0]
+    picked = pick(logits, mine.sampling, mine.seen, jnp.zeros_like(where))
+    mine = mine._replace(answered=jnp.zeros_like(where), going=prompts.ends >= 0)
+    return state._replace(rows=_rows_set(rows, _answered(mine, picked.tokens), where)), picked
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "most"), donate_argnames=("state",))
+def decode(
+    graphdef: nnx.GraphDef,
+    trainable: Any,
+    frozen: Any,
+    state: EngineState,
+    where: Int[Array, "W"],
+    steps: Int[Array, ""],
+    *,
+    most: int,
+) -> tuple[EngineState, Decoded]:
+    """Generate tokens of some rows, until so many have come or all rows have ended.
+
+    Args:
+        graphdef: of the decoder.
+        trainable: its trained arrays.
+        frozen: its others.
+        state: of the rows; it is used up.
+        where: the rows; R: none.
+        steps: tokens of each row.
+        most: K, the most that `steps` may be.
+
+    Returns:
+        The state and the tokens.
+    """
+    model, page = nnx.merge(graphdef, trainable, frozen), _page(state.layers)
+    width = where.shape[0]
+    layers = _taken(state.layers, where)
+
+    def going(carry: Any) -> Array:
+        number, rows, *_ = carry
+        return (number < steps) & jnp.any(rows.going)
+
+    def body(carry: Any) -> Any:
+        number, rows, layers, out = carry
+        lengths = jnp.where(rows.going, rows.lengths + 1, 0)
+        own = jnp.take_along_axis(rows.table, (rows.lengths // page)[:, None], axis=1)
+        slots = Slots(
+            tokens=rows.going[:, None].astype(jnp.int32),
+            pages=jnp.where(rows.going[:, None], own, 0),
+            places=(rows.lengths % page)[:, None],
+            table=rows.table,
+            lengths=lengths,
+            layer=jnp.int32(0),
+        )
+        hidden, layers = step(model, rows.token[:, None], rows.lengths[:, None], rows.longest[:, None], slots, layers)
+        logits = lm_logits(model.lm_head, hidden)[:, 0]
+        picked = pick(logits, rows.sampling, rows.seen, rows.answered)
+        told = picked._replace(tokens=jnp.where(rows.going, picked.tokens, -1))
+        out = jax.tree.map(lambda all, one: all.at[number].set(one), out, Decoded(*told))
+        rows = rows._replace(lengths=jnp.where(rows.going, rows.lengths + 1, rows.lengths))
+        return number + 1, _answered(rows, picked.tokens), layers, out
+
+    rows = _rows_at(state.rows, where)
+    shapes = jax.eval_shape(pick, *_pick_shapes(model, rows, width))
+    out = Decoded(*(jnp.full((most, *leaf.shape), -1, leaf.dtype) for leaf in shapes))
+    carry = (jnp.int32(0), rows, layers, out)
+    _, rows, layers, out = jax.lax.while_loop(going, body, carry)
+    return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out
+
+
+def _pick_shapes(model: Decoder, rows: Rows, width: int) -> tuple[Any, ...]:
+    logits = jax.ShapeDtypeStruct((width, model.config.vocab_size), jnp.float32)
+    return logits, rows.sampling, rows.seen, rows.answered
+
+
+def _answered(rows: Rows, tokens: Int[Array, "W"]) -> Rows:
+    """The rows that go on with one more token, which may be their last."""
+    answered = rows.answered + 1
+    ended = jnp.any(tokens[:, None] == rows.stops, axis=1) | (answered >= rows.limits)
+    every = jnp.arange(tokens.shape[0])
+    return rows._replace(
+        token=jnp.where(rows.going, tokens, rows.token),
+        answered=jnp.where(rows.going, answered, rows.answered),
+        seen=rows.seen.at[every, tokens].add(jnp.where(rows.going, 2, 0)),
+        going=rows.going & ~ended,
+    )
+
+
+def _admitted(rows: Rows, prompts: Prompts, entry: Int[Array, "S"], real: Array) -> Rows:
+    """The rows with the entries' settings, and the words of their prompts."""
+    count, words = prompts.rows.shape[0], rows.seen.shape[1]
+    mine = _rows_at(rows, prompts.rows)
+    seen = jnp.where(prompts.fresh[:, None], 0, mine.seen)
+    seen = seen.at[jnp.where(real, entry, count), jnp.clip(prompts.tokens, 0, words - 1)].max(1, mode="drop")
+    seen = seen[prompts.sources]
+    mine = mine._replace(
+        table=prompts.table,
+        lengths=prompts.lengths,
+        limits=prompts.limits,
+        longest=prompts.longest,
+        stops=prompts.stops,
+        sampling=prompts.sampling,
+        seen=seen,
+    )
+    return _rows_set(rows, mine, prompts.rows)
+
+
+def _rows_at(rows: Rows, where: Int[Array, "W"]) -> Rows:
+    """Some rows; of those that are none a copy that has ended."""
+    found = jax.tree.map(lambda leaf: jnp.take(leaf, where, axis=0, mode="clip"), rows)
+    return found._replace(going=found.going & (where < rows.going.shape[0]))
+
+
+def _rows_set(rows: Rows, some: Rows, where: Int[Array, "W"]) -> Rows:
+    return jax.tree.map(lambda leaf, new: leaf.at[where].set(new, mode="drop"), rows, some)
+
+
+def _page(layers: list[list[Any]]) -> int:
+    """Tokens of a page; 1 where no layer has pages."""
+    sizes = []
+    by_axis(layers, "page", lambda leaf, axis: sizes.append(leaf.shape[axis]))
+    return sizes[0] if sizes else 1
+
+
+def _taken(layers: list[list[Any]], where: Int[Array, "W"]) -> list[list[Any]]:
+    """The states of some rows, with all pages."""
+    return by_axis(layers, "batch", lambda leaf, axis: jnp.take(leaf, where, axis=axis, mode="clip"))
+
+
+def _zeroed(layers: list[list[Any]], rows: Array) -> list[list[Any]]:
+    """The states with nothing in some rows."""
+
+    def of(leaf: Array, axis: int) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - axis - 1)), jnp.zeros_like(leaf), leaf)
+
+    return by_axis(layers, "batch", of)
+
+
+def _put_back(layers: list[list[Any]], some: list[list[Any]], where: Int[Array, "W"]) -> list[list[Any]]:
+    """The states with those of some rows, and with these' pages.
+
+    Args:
+        layers: before; their pages are used up.
+        some: of the rows, or of one that all of them have.
+        where: the rows.
+    """
+
+    def one(state: Any, new: Any) -> Any:
+        leaves = []
+        for leaf, part, axes in zip(state, new, state.AXES, strict=True):
+            if "batch" in axes:
+                at = (slice(None),) * axes.index("batch")
+                part = leaf.at[(*at, where)].set(part, mode="drop")
+            leaves.append(part)
+        return type(state)(*leaves)
+
+    return [[one(*pair) for pair in zip(*stacks, strict=True)] for stacks in zip(layers, some, strict=True)]
+
+
+def _copied(layers: list[list[Any]], copies: Int[Array, "E 2"]) -> list[list[Any]]:
+    """The states with some pages copied."""
+
+    def copy(layers: list[list[Any]]) -> list[list[Any]]:
+        def of(leaf: Array, axis: int) -> Array:
+            at = (slice(None),) * axis
+            return leaf.at[(*at, copies[:, 1])].set(leaf[(*at, copies[:, 0])])
+
+        return by_axis(layers, "pages", of)
+
+    if not has_axis(layers, "pages"):
+        return layers
+    return jax.lax.cond(jnp.any(copies[:, 1] > 0), copy, lambda layers: layers, layers)

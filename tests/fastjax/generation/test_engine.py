@@ -1,0 +1,245 @@
+"""Answers of the engine are those of each prompt alone, whatever comes and goes beside it."""
+
+import functools
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.generation import engine as engine_module
+from fastjax.generation.engine import Engine
+from fastjax.generation.generate import generate
+from fastjax.generation.options import GenerationOptions
+from tests.support import tiny
+from tests.support.families import CONFIGS, MIXTURES
+
+FAMILIES = {**CONFIGS, **MIXTURES}
+#: Untied and with large weights: small random models repeat a token for ever.
+CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
+CONFIG = tiny.config(**CHANGES)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """Prompts and answers of many pages, and prompts of several pieces."""
+    monkeypatch.setattr(engine_module, "PAGE", 16)
+    monkeypatch.setattr(engine_module, "CHUNK", 32)
+    monkeypatch.setattr(engine_module, "LEAST", 16)
+
+
+@functools.cache
+def model(adapter=False):
+    base = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True)
+    targets = ["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
+    return tiny.adapted(base, lora_dropout=0.5, target_modules=targets) if adapter else base
+
+
+@functools.cache
+def prompts():
+    return [prompt.tolist() for prompt in tiny.documents(CONFIG, (9, 1, 33, 20, 70, 32), seed=4)]
+
+
+def whole_passes(model, prompt, answer, width=128):
+    """The log-probabilities of a row by one forward pass, of what stands in the place of each token of the answer."""
+    padded, count = np.zeros((1, width), np.int32), len(prompt) + len(answer)
+    padded[0, :count] = [*prompt, *answer]
+    logits = tiny.logits(model, padded, segment_ids=(np.arange(width)[None] < count).astype(np.int32))
+    return jax.nn.log_softmax(logits[0, len(prompt) - 1 : count - 1], axis=-1)
+
+
+def collected(engine, requests, schedule=None):
+    """Every answer, {(request, choice): pieces}, with requests that come after so many steps."""
+    pieces, numbers, rest = {}, {}, list(zip(schedule or [0] * len(requests), requests, strict=True))
+    steps = 0
+    while rest or engine.busy:
+        while rest and rest[0][0] <= steps:
+            prompt, options = rest.pop(0)[1]
+            numbers[len(numbers)] = engine.add(prompt, options)
+        for piece in engine.step():
+            pieces.setdefault((piece.request, piece.choice), []).append(piece)
+        steps += 1
+    return [
+        [pieces[numbers[place], choice] for choice in range(options.n)] for place, (_, options) in enumerate(requests)
+    ]
+
+
+def tokens_of(pieces):
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def test_rows_that_come_and_go_answer_as_alone():
+    """With an adapter over 4-bit weights, three rows for six prompts, a small cache, and prompts of several pieces."""
+    rng = np.random.default_rng(3)
+    engine = Engine(model(adapter=True), rows=3, tokens=13 * 16, steps=3)
+    requests = [(prompt, GenerationOptions(max_new_tokens=int(rng.integers(1, 24)))) for prompt in prompts() * 2]
+    found = collected(engine, requests, schedule=sorted(rng.integers(0, 9, len(requests)).tolist()))
+    for (prompt, options), (pieces,) in zip(requests, found, strict=True):
+        answer = tokens_of(pieces)
+        assert len(answer) == options.max_new_tokens and pieces[-1].finish_reason == "length"
+        whole = whole_passes(model(adapter=True), prompt, answer)
+        assert answer == whole.argmax(-1).tolist()
+        told = [value for piece in pieces for value in piece.log_probs]
+        np.testing.assert_allclose(told, whole[np.arange(len(answer)), answer], rtol=0, atol=2e-4)
+    assert engine._pages.free == 13 and sorted(engine._free) == [0, 1, 2]
+
+
+@pytest.mark.exhaustive(*(family for family in FAMILIES if family not in ("gemma3_text", "gpt_oss")))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_by_its_forward_pass(family, tmp_path):
+    config = FAMILIES[family]
+    folder = tiny.write_folder(tmp_path, config, tiny.arrays(config))
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
+    made = tiny.model(folder, None, max_seq_length=64, **linear)  # not with positions that change as a row grows
+    engine = Engine(made, rows=2, steps=4)
+    given = [prompt.tolist() for prompt in tiny.documents(config, (5, 40, 19))]
+    requests = [(prompt, GenerationOptions(max_new_tokens=10)) for prompt in given]
+    for (prompt, _), (pieces,) in zip(requests, collected(engine, requests, [0, 0, 1]), strict=True):
+        answer = tokens_of(pieces)
+        whole = whole_passes(made, prompt, answer, width=64)
+        told = np.asarray([value for piece in pieces for value in piece.log_probs])
+        np.testing.assert_allclose(told, whole[np.arange(len(answer)), answer], rtol=0, atol=1e-3)
+        np.testing.assert_allclose(told, whole.max(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [32, 37, 70])
+def test_answers_of_one_prompt_share_its_pages(length):
+    prompt = tiny.documents(CONFIG, (length,), seed=5)[0].tolist()
+    engine = Engine(model(), rows=4, steps=4)
+    before = engine._pages.free
+    engine.add(prompt, GenerationOptions(max_new_tokens=16, n=4))
+    pieces = engine.step()
+    own = engine._pages.needed(length + 16) - length // 16
+    assert engine._pages.free == before - length // 16 - 4 * own
+    answers = {choice: [] for choice in range(4)}
+    for piece in [*pieces, *engine.run()]:
+        answers[piece.choice] += piece.tokens
+    assert [*answers.values()] == generate(model(), [prompt], max_new_tokens=16) * 4
+    assert engine._pages.free == before
+
+
+def test_answers_beyond_the_rows_wait_for_them():
+    engine = Engine(model(), rows=2, steps=4)
+    found = collected(engine, [(prompts()[0], GenerationOptions(max_new_tokens=6, n=5))])
+    assert [tokens_of(pieces) for pieces in found[0]] == generate(model(), [prompts()[0]], max_new_tokens=6) * 5
+
+
+def test_sampled_answers_need_no_neighbours():
+    """A row draws the same numbers alone, among others, later, and in a full cache."""
+    options = GenerationOptions(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=7, n=2)
+    alone = collected(Engine(model(), rows=2), [(prompts()[3], options)])[0]
+    engine = Engine(model(), rows=4, tokens=16 * 16, steps=5)
+    others = [
+        (prompt, GenerationOptions(max_new_tokens=9, temperature=2.0, seed=n)) for n, prompt in enumerate(prompts())
+    ]
+    beside = collected(engine, [*others, (prompts()[3], options)], [0, 0, 0, 1, 1, 2, 2])[-1]
+    assert [tokens_of(pieces) for pieces in beside] == [tokens_of(pieces) for pieces in alone]
+    assert tokens_of(alone[0]) != tokens_of(alone[1])
+
+
+def test_a_stop_token_ends_an_answer_and_is_told():
+    (free,) = generate(model(), [prompts()[0]], max_new_tokens=12)
+    options = GenerationOptions(max_new_tokens=12, stop_tokens=(free[5], free[8]))
+    end = min(free.index(free[5]), free.index(free[8]))
+    ((pieces,),) = collected(Engine(model(), rows=1, steps=4), [(prompts()[0], options)])
+    assert tokens_of(pieces) == free[:end]
+    assert (pieces[-1].finish_reason, pieces[-1].stop_token) == ("stop", free[end])
+    last = GenerationOptions(max_new_tokens=end + 1, stop_tokens=(free[end],))
+    ((pieces,),) = collected(Engine(model(), rows=1, steps=4), [(prompts()[0], last)])
+    assert pieces[-1].finish_reason == "stop", "the last token that is allowed"
+
+
+def test_a_cancelled_answer_gives_back_its_room_and_hurts_nobody():
+    engine = Engine(model(), rows=3, steps=2)
+    rooms = engine._pages.free
+    first = engine.add(prompts()[4], GenerationOptions(max_new_tokens=40, n=2))
+    second = engine.add(prompts()[0], GenerationOptions(max_new_tokens=12))
+    waits = engine.add(prompts()[1], GenerationOptions(max_new_tokens=12))
+    pieces = engine.step()
+    engine.cancel(first, 1)
+    engine.cancel(waits)
+    engine.cancel(first, 1)
+    pieces += engine.step()
+    engine.cancel(first)
+    pieces += engine.run()
+    engine.cancel(second)
+    assert not engine.busy and engine._pages.free == rooms
+    reasons = [(p.request, p.choice, p.finish_reason) for p in pieces if p.finish_reason]
+    assert sorted(reasons) == [
+        (first, 0, "cancelled"),
+        (first, 1, "cancelled"),
+        (second, 0, "length"),
+        (waits, 0, "cancelled"),
+    ]
+    answer = [token for piece in pieces if piece.request == second for token in piece.tokens]
+    assert [answer] == generate(model(), [prompts()[0]], max_new_tokens=12)
+
+
+def test_nothing_compiles_after_the_first_requests(caplog):
+    engine = Engine(model(), rows=4, steps=4)
+
+    def some(seed, count):
+        rng = np.random.default_rng(seed)
+        for _ in range(count):
+            prompt = rng.integers(0, 101, int(rng.integers(1, 90))).tolist()
+            bias = {int(token): -3.0 for token in rng.integers(0, 101, int(rng.integers(0, 4)))}
+            yield (
+                prompt,
+                GenerationOptions(
+                    max_new_tokens=int(rng.integers(1, 30)),
+                    temperature=float(rng.choice([0.0, 0.7])),
+                    top_k=int(rng.integers(0, 9)) or None,
+                    top_p=float(rng.uniform(0.5, 1)),
+                    min_p=float(rng.choice([0.0, 0.1])),
+                    repetition_penalty=float(rng.uniform(0.9, 1.2)),
+                    frequency_penalty=float(rng.choice([0.0, 0.3])),
+                    logit_bias=bias,
+                    n=int(rng.integers(1, 4)),
+                    stop_tokens=tuple(rng.integers(0, 101, int(rng.integers(0, 3))).tolist()),
+                    top_logprobs=int(rng.integers(0, 4)) or None,
+                ),
+            )  # fmt: skip
+
+    engine.warm_up()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        collected(engine, list(some(1, 30)))
+    assert not [record.message for record in caplog.records if "Compiling" in record.message]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "at least one token"),
+        ([1, 101], {}, "prompt token 1: expected an integer from 0 to 100, got 101"),
+        ([-1], {}, "prompt token 0"),
+        ([True], {}, "prompt token 0"),
+        ([1.5], {}, "prompt token 0"),
+        ([2**40], {}, "prompt token 0"),
+        ([[1]], {}, "prompt token 0"),
+        ([1, 2], {"max_new_tokens": 127}, "a prompt of 2 and max_new_tokens 127"),
+        ([1, 2], {"stop_tokens": (101,)}, "stop_tokens"),
+    ],
+)
+def test_what_is_refused_leaves_the_others_alone(prompt, options, message):
+    engine = Engine(model(), rows=2)
+    number = engine.add(prompts()[0], GenerationOptions(max_new_tokens=4))
+    with pytest.raises(ConfigError, match=message):
+        engine.add(prompt, GenerationOptions(**options))
+    (pieces,) = [[piece for piece in engine.run()]]  # noqa: C416
+    assert {piece.request for piece in pieces} == {number}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rows": 0}, "rows: expected an integer from 1 to 512, got 0"),
+        ({"max_length": 129}, "max_length: expected an integer from 1 to 128, got 129"),
+        ({"tokens": 100}, "tokens: expected room for one answer of max_length 128"),
+        ({"cache_dtype": "int4"}, "cache_dtype"),
+    ],
+)
+def test_an_engine_without_room_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(model(), **settings)

@@ -1,0 +1,64 @@
+"""Attention to pages: every implementation beside float64, fresh random inputs, poisoned pages."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import api, paged_attention, reference, triton
+
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 37},
+    "soft cap": {"logits_soft_cap": 5.0, "scale": 0.5},
+    "sinks": {"sinks": True},
+    "window and sinks": {"sliding_window": 1, "sinks": True},
+}
+SHAPES = {"grouped": (8, 2, 16, 16), "one key head": (3, 1, 32, 16), "as many": (4, 4, 16, 32)}
+
+
+def inputs(dtype, heads, kv_heads, size, value_size, *, rows=5, pages=6, page=16, layers=2):
+    rng = np.random.default_rng()
+    count = rows * pages + 3
+    lengths = np.concatenate([[0, 1, pages * page], rng.integers(1, pages * page, rows - 3)]).astype(np.int32)
+    table = rng.permutation(count)[: rows * pages].reshape(rows, pages).astype(np.int32)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    keys, values = (draw(layers, count, kv_heads, page, each) for each in (size, value_size))
+    for row, length in enumerate(lengths):  # whatever no row may read
+        for index in range(pages):
+            unused = slice(max(0, min(page, length - index * page)), None)
+            keys[:, table[row, index], :, unused] = values[:, table[row, index], :, unused] = np.nan
+        table[row, -(-length // page) :] = 2**30
+    q = jnp.asarray(draw(rows, heads, size), dtype)
+    return q, jnp.asarray(keys, dtype), jnp.asarray(values, dtype), jnp.asarray(table), jnp.asarray(lengths)
+
+
+def forward(name, splits):
+    if name == "xla":
+        return functools.partial(paged_attention, implementation="xla")
+
+    def interpreted(q, keys, values, table, lengths, *, layer, sinks=None, scale=None, **features):
+        features = {"sliding_window": None, "logits_soft_cap": None} | features
+        options = api.Options(q.shape[-1] ** -0.5 if scale is None else scale, **features)
+        return triton.forward(
+            q, keys, values, table, lengths, jnp.int32(layer), sinks, options, splits=splits, interpret=True
+        )
+
+    return interpreted
+
+
+@pytest.mark.parametrize(
+    "name, splits, dtype", [("xla", 1, "float32"), ("xla", 1, "bfloat16"), *(("triton", s, "bfloat16") for s in (1, 3))]
+)
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_as_in_float64(name, splits, dtype, features, shape):
+    arrays = inputs(dtype, *SHAPES[shape])
+    options = dict(FEATURES[features])
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.asarray(np.random.default_rng().normal(size=SHAPES[shape][0]), jnp.float32)
+    found = np.asarray(forward(name, splits)(*arrays, layer=1, **options), np.float64)
+    expected = reference.paged_attention(*arrays, layer=1, **options)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 if dtype == "float32" else 3e-2)
+    assert not found[0].any(), "a row without tokens"
