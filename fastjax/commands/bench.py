@@ -1,11 +1,11 @@
-"""`fastjax bench`: measure a kernel or a whole train step on this machine."""
+"""`fastjax bench`: measure a kernel, a whole train step or generation on this machine."""
 
 import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastjax.commands import bench_step
+from fastjax.commands import bench_generate, bench_step
 
 #: Modules of `fastjax.bench` with a `BENCH` → summary.
 TABLES = {
@@ -21,18 +21,19 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: a key of TABLES or `step`, and its arguments.
+        argv: a key of TABLES, `step` or `generate`, and its arguments.
     """
     parser = argparse.ArgumentParser(prog="fastjax bench", description="Measure on this machine.")
     commands = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     for name, summary in TABLES.items():
         commands.add_parser(name, help=summary, add_help=False)
     commands.add_parser("step", help="the whole train step of a model with random weights", add_help=False)
+    commands.add_parser("generate", help="generation by a model with random weights", add_help=False)
     what = parser.parse_known_args(argv)[0].what
-    if what == "step":
-        bench_step.main(argv)
-    else:
+    if what in TABLES:
         measure(what, argv[1:])
+    else:
+        {"step": bench_step, "generate": bench_generate}[what].main(argv)
 
 
 def measure(what: str, argv: Sequence[str]) -> None:

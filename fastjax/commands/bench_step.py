@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
 
     parser = make_parser()
     arguments = parser.parse_args(argv[1:])
-    command = shlex.join(_without_files(argv))
+    command = shlex.join(without_files(argv))
     run(make_cases(arguments), command=command, output=arguments.output, profile=arguments.profile)
 
 
@@ -63,8 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _without_files(argv: Sequence[str]) -> list[str]:
-    """The command, but for where its results go."""
+def without_files(argv: Sequence[str]) -> list[str]:
+    """The words of a command of `fastjax bench`, but for where its results go.
+
+    Args:
+        argv: what follows `fastjax bench`.
+    """
     words, left = ["fastjax", "bench"], iter(argv)
     for word in left:
         if word.partition("=")[0] not in _FILES:

@@ -35,19 +35,31 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
     """
     model: LanguageModel = random_model(case.hf_config, case.options, mesh=mesh)
     if case.method != "full":
-        with_experts = case.adapters == "all" and model.config.moe is not None
-        model = FastLanguageModel.get_peft_model(
-            model,
-            r=case.rank,
-            target_modules=adapted_modules(model.config, case.adapters),
-            target_parameters=_EXPERTS if with_experts else None,
-            random_state=case.seed,
-        )
+        model = with_adapters(model, case.rank, case.adapters, case.seed)
     if case.qat is not None:
         qat, hf_config = NAMED[case.qat], {**model.hf_config, "dtype": str(model.dtype)}
         model = with_fake_quantization(model.replace(hf_config=hf_config), qat.weights, qat.activations)
     model = with_host_embedding(model) if case.offload_embedding else model
     return with_host_layers(model) if case.offload_layers else model
+
+
+def with_adapters(model: LanguageModel, rank: int, adapters: str, seed: int) -> LanguageModel:
+    """The model with fresh adapters.
+
+    Args:
+        model: without any.
+        rank: theirs.
+        adapters: "all", a mixture's experts included, or "attention".
+        seed: of their first values.
+    """
+    with_experts = adapters == "all" and model.config.moe is not None
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=rank,
+        target_modules=adapted_modules(model.config, adapters),
+        target_parameters=_EXPERTS if with_experts else None,
+        random_state=seed,
+    )
 
 
 def adapted_modules(config: ModelConfig, adapters: str) -> list[str]:

@@ -69,6 +69,8 @@ def test_attention(tmp_path, capsys):
         (["attention", "--cases", "dense"], "--cases: invalid choice: 'dense' .*short"),
         (["attention", "--implementations", "flash"], "--implementations: invalid choice: 'flash' .*mosaic"),
         (["nf4", "--rows", "0"], "--rows: expected a positive integer, got 0"),
+        (["generate", "--r", "-1"], "--r: expected a rank, or 0 for no adapters, got -1"),
+        (["generate", "--prefill", "8"], "--prefill: expected PROMPTSxTOKENS such as 8x1024, got 8"),
         (["step", "--preset", "gpt-2"], "--preset: invalid choice: 'gpt-2' .*llama3-8b"),
         (["gemm"], "invalid choice: 'gemm' .*attention"),
     ],
@@ -79,7 +81,7 @@ def test_other_arguments_are_refused(arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("what", ["attention", "nf4", "lora", "loss", "moe", "step"])
+@pytest.mark.parametrize("what", ["attention", "nf4", "lora", "loss", "moe", "step", "generate"])
 def test_help_says_every_option_and_its_default(what, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", what, "--help"])
