@@ -27,12 +27,12 @@ class Kernel(NamedTuple):
 
 
 def read_kernels(folder: Path) -> list[Kernel]:
-    """Every kernel of the one trace in a folder, in the order of their starts; none where the device is no GPU.
+    """Every kernel of the newest trace in a folder, in the order of their starts; none where the device is no GPU.
 
     Args:
         folder: of `jax.profiler.trace`.
     """
-    [file] = folder.rglob("*.xplane.pb")
+    file = max(folder.rglob("*.xplane.pb"))  # their folders are named by the time
     kernels = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reader's own types are not quite Python's

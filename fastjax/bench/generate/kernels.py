@@ -29,7 +29,7 @@ def kinds_of(folder: Path, tokens: float) -> Kinds | None:
     """Read a trace; None: it has no kernels, as of a CPU.
 
     Args:
-        folder: of the one trace.
+        folder: of the trace.
         tokens: of a row in it.
     """
     found = read_kernels(folder)

@@ -97,6 +97,7 @@ class _Bench:
     def decode(self, rows: int, cache: str | None) -> Row:
         """Tokens a second of rows that all decode."""
         settings = self._settings
+        self._rates.pop(("decode", cache), None)  # that of fewer rows is none of the most
         engine = self._engine(rows, settings.prompt + settings.budget, cache)
         prompts, found = self._prompts(rows, settings.prompt), None
         for _ in range(2):

@@ -2,13 +2,17 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from fastjax.bench.generate import peers, run
+from convert.families.mapping import read_config
+from fastjax.bench.generate import measure, peers, run
+from fastjax.bench.generate.settings import GenerateSettings
 from fastjax.cli import main
 from fastjax.errors import TrainingError
 
+GIB = 2**30
 SIZE = ["--preset", "tiny", "--rows", "2", "--r", "4", "--context", "12", "--new", "4", "--steps", "2"]
 REQUESTS = ["--requests", "4", "--prompts", "3", "9", "--answers", "2", "5", "--prefill", "2x8"]
 
@@ -42,6 +46,22 @@ def test_every_figure(tmp_path, capsys):
     alone = prompts / rows["prefill"]["tokens_per_second"] + answers / decode["tokens_per_second"]
     assert served["over_alone"] == pytest.approx(served["admitted_seconds"] / alone)
     assert 4 * 3 <= prompts <= 4 * 9 and 4 * 2 <= served["tokens"] <= 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("stats", "given", "expected"),
+    [
+        (None, None, None),
+        ({"bytes_limit": 20 * GIB, "bytes_in_use": 7 * GIB}, None, 10 * GIB // 2**17),
+        ({"bytes_limit": 70 * GIB, "bytes_in_use": 7 * GIB}, None, None),  # 60 rows of 3,072 take 22.5 GiB
+        ({"bytes_limit": 20 * GIB, "bytes_in_use": 7 * GIB}, 9000, 9000),
+    ],
+)
+def test_the_cache_of_requests_fits_beside_the_model(stats, given, expected, monkeypatch):
+    settings = GenerateSettings("llama3-8b", tokens=given)
+    model = SimpleNamespace(config=read_config(settings.hf_config), dtype="bfloat16")
+    monkeypatch.setattr(measure.jax, "devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert measure._Bench(settings, model, None)._room(60, 3072, None) == expected
 
 
 def test_settings_that_do_not_fit(capsys):
