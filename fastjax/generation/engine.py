@@ -26,7 +26,6 @@ from fastjax.generation.programs import Decoded, decode, prefill
 from fastjax.generation.sampling import Picked
 from fastjax.generation.state import EngineState, Prompts, empty_state, has_axis
 from fastjax.models.caching import empty_states
-from fastjax.models.precision import DTYPES
 
 #: Tokens of a page, measured on an H100 (docs/lab/attention.md); the most tokens of prompts that are taken in at once;
 #: the fewest; and the most answers whose prompts are.
@@ -56,7 +55,8 @@ class Engine:
             tokens: of prompts and answers that the cache holds, in pages of 64; None: as many as `rows` of
                 `max_length`.
             max_length: the most tokens of a prompt with its answer; None: the model's `max_seq_length`.
-            cache_dtype: dtype of keys and values, "float32", "bfloat16" or "float16"; None: that of the computation.
+            cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
+                16 bits and changes what is said a little; None: that of the computation.
             steps: tokens of each answer that a call of `step` brings at most.
 
         Raises:
@@ -67,8 +67,9 @@ class Engine:
         for name, value, most in (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length)):
             if not 1 <= value <= most:
                 raise ConfigError(f"{name}: expected an integer from 1 to {most}, got {shown(value)}")
-        if cache_dtype is not None and cache_dtype not in DTYPES:
-            raise ConfigError(f"cache_dtype: expected one of {', '.join(DTYPES)}, got {shown(cache_dtype)}")
+        dtypes = (str(model.dtype), "float8_e4m3fn")
+        if cache_dtype not in (None, *dtypes):
+            raise ConfigError(f"cache_dtype: expected {' or '.join(dtypes)}, got {shown(cache_dtype)}")
         self.model, self.rows, self.max_length, self.steps = model, rows, longest, steps
         width = -(-longest // PAGE)
         count = width * rows if tokens is None else -(-tokens // PAGE)

@@ -54,8 +54,9 @@ def paged_attention(
 
     Args:
         q: the query of each row's last token.
-        keys: pages of several layers, so that a loop over layers takes no slice of them; in q's dtype.
-        values: likewise; their size may differ from that of the keys.
+        keys: pages of several layers, so that a loop over layers takes no slice of them; in q's dtype or
+            float8_e4m3fn, which is read as q's.
+        values: pages of the same dtype; their size may differ from that of the keys.
         table: int32, the numbers of each row's pages.
         lengths: int32, tokens of each row, the last one included; with 0 the row's output is 0.
         layer: which layer's pages are read.
@@ -115,7 +116,9 @@ def _check(q: JaxArray, keys, values, table, lengths, sinks, sliding_window: int
             raise ValueError(f"paged_attention: {name}: expected axes {wanted}, got {given}, for q {q.shape}")
     if heads % keys.shape[2]:
         raise ValueError(f"paged_attention: q: expected a multiple of the {keys.shape[2]} key heads, got {heads}")
-    if {keys.dtype, values.dtype} != {q.dtype}:
-        raise ValueError(f"paged_attention: keys, values: expected q's {q.dtype}, got {keys.dtype}, {values.dtype}")
+    if keys.dtype != values.dtype or keys.dtype not in (q.dtype, jnp.float8_e4m3fn):
+        raise ValueError(
+            f"paged_attention: keys, values: expected q's {q.dtype} or float8_e4m3fn, got {keys.dtype}, {values.dtype}"
+        )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"paged_attention: sliding_window: expected at least 1, got {sliding_window}")

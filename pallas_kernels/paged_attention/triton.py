@@ -29,8 +29,8 @@ def forward(
 
     Args:
         q: bfloat16 or float16.
-        keys: of q's dtype.
-        values: of q's dtype.
+        keys: as of `api.paged_attention`.
+        values: as there.
         table: as of `api.paged_attention`.
         lengths: as there.
         layer: as there.
@@ -135,7 +135,7 @@ def _kernel(
         out, maximum, total = carry
         where = pl.ds(number % (page // tile) * tile, tile)
         here = table_ref[row, number // (page // tile)]
-        k = pltriton.load(k_ref.at[layer, here, head, where, :])
+        k = pltriton.load(k_ref.at[layer, here, head, where, :]).astype(q.dtype)
         logits = pltriton.dot(q, k, trans_b=True)
         if cap is None:
             logits = logits * (options.scale * _LOG2_E)
@@ -148,7 +148,7 @@ def _kernel(
         weights, correction = jnp.exp2(logits - higher[:, None]), jnp.exp2(maximum - higher)
         # Slots behind the last token may hold anything, NaN too.
         v = pltriton.load(v_ref.at[layer, here, head, where, :], mask=seen[:, None], other=jnp.zeros((), v_ref.dtype))
-        out = out * correction[:, None] + pltriton.dot(weights.astype(v.dtype), v)
+        out = out * correction[:, None] + pltriton.dot(weights.astype(q.dtype), v.astype(q.dtype))
         return out, higher, total * correction + jnp.sum(weights, axis=1)
 
     out = jnp.zeros((group.size, v_ref.shape[-1]), jnp.float32)

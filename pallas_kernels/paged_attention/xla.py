@@ -5,7 +5,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 #: Tokens of a row that are gathered at a time, at most.
-_TILE = 256
+_TILE = 64
 _LOWEST = -1e30
 
 
@@ -28,7 +28,8 @@ def forward(q, keys, values, table, lengths, layer, sinks, options) -> Array:
     def body(number, carry):
         out, maximum, total = carry
         here = lax.dynamic_slice_in_dim(table, number * block, block, axis=1)
-        k, v = (jnp.moveaxis(pages[layer, here], 2, 1).reshape(rows, kv_heads, tile, -1) for pages in (keys, values))
+        taken = (jnp.moveaxis(pages[layer, here].astype(q.dtype), 2, 1) for pages in (keys, values))
+        k, v = (each.reshape(rows, kv_heads, tile, -1) for each in taken)
         logits = jnp.einsum("rkgd,rktd->rkgt", q, k, precision=precision, preferred_element_type=jnp.float32)
         logits = logits * options.scale
         if options.logits_soft_cap is not None:

@@ -177,6 +177,17 @@ def test_a_cancelled_answer_gives_back_its_room_and_hurts_nobody():
     assert [answer] == generate(model(), [prompts()[0]], max_new_tokens=12)
 
 
+def test_a_cache_in_float8_changes_a_little():
+    requests = [(prompt, GenerationOptions(max_new_tokens=8)) for prompt in prompts()[:3]]
+    for (prompt, _), (pieces,) in zip(
+        requests, collected(Engine(model(), rows=3, cache_dtype="float8_e4m3fn"), requests), strict=True
+    ):
+        answer = tokens_of(pieces)
+        told = np.asarray([value for piece in pieces for value in piece.log_probs])
+        change = np.abs(told - whole_passes(model(), prompt, answer)[np.arange(len(answer)), answer])
+        assert 1e-4 < change.max() < 1.0 and change.mean() < 0.2, change
+
+
 def test_nothing_compiles_after_the_first_requests(caplog):
     engine = Engine(model(), rows=4, steps=4)
 

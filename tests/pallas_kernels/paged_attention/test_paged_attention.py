@@ -18,7 +18,7 @@ FEATURES = {
 SHAPES = {"grouped": (8, 2, 16, 16), "one key head": (3, 1, 32, 16), "as many": (4, 4, 16, 32)}
 
 
-def inputs(dtype, heads, kv_heads, size, value_size, *, rows=5, pages=6, page=16, layers=2):
+def inputs(dtype, heads, kv_heads, size, value_size, *, rows=5, pages=6, page=16, layers=2, held=None):
     rng = np.random.default_rng()
     count = rows * pages + 3
     lengths = np.concatenate([[0, 1, pages * page], rng.integers(1, pages * page, rows - 3)]).astype(np.int32)
@@ -30,8 +30,8 @@ def inputs(dtype, heads, kv_heads, size, value_size, *, rows=5, pages=6, page=16
             unused = slice(max(0, min(page, length - index * page)), None)
             keys[:, table[row, index], :, unused] = values[:, table[row, index], :, unused] = np.nan
         table[row, -(-length // page) :] = 2**30
-    q = jnp.asarray(draw(rows, heads, size), dtype)
-    return q, jnp.asarray(keys, dtype), jnp.asarray(values, dtype), jnp.asarray(table), jnp.asarray(lengths)
+    q, held = jnp.asarray(draw(rows, heads, size), dtype), dtype if held is None else held
+    return q, jnp.asarray(keys, held), jnp.asarray(values, held), jnp.asarray(table), jnp.asarray(lengths)
 
 
 def forward(name, splits):
@@ -51,8 +51,9 @@ def forward(name, splits):
 @pytest.mark.parametrize(
     "name, splits, dtype", [("xla", 1, "float32"), ("xla", 1, "bfloat16"), *(("triton", s, "bfloat16") for s in (1, 3))]
 )
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("features", "shape"), [*((name, "grouped") for name in FEATURES), *(("sinks", name) for name in SHAPES)]
+)
 def test_as_in_float64(name, splits, dtype, features, shape):
     arrays = inputs(dtype, *SHAPES[shape])
     options = dict(FEATURES[features])
@@ -62,3 +63,12 @@ def test_as_in_float64(name, splits, dtype, features, shape):
     expected = reference.paged_attention(*arrays, layer=1, **options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 if dtype == "float32" else 3e-2)
     assert not found[0].any(), "a row without tokens"
+
+
+@pytest.mark.parametrize("name, splits", [("xla", 1), ("triton", 2)])
+def test_pages_in_float8_are_read_as_the_queries_dtype(name, splits):
+    arrays = inputs("bfloat16", *SHAPES["grouped"], held=jnp.float8_e4m3fn)
+    found = np.asarray(forward(name, splits)(*arrays, layer=1), np.float64)
+    np.testing.assert_allclose(found, reference.paged_attention(*arrays, layer=1), rtol=0, atol=3e-2)
+    with pytest.raises(ValueError, match="expected q's float32 or float8_e4m3fn, got bfloat16"):
+        paged_attention(arrays[0].astype(jnp.float32), *(a.astype(jnp.bfloat16) for a in arrays[1:3]), *arrays[3:])
