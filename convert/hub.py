@@ -66,6 +66,8 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
         ConvertError: An unknown folder, repository or revision; none in the cache while offline; a renamed repository;
             a revision of a folder; two revisions; or no answer from the hub.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ConvertError(f"expected a folder or a name on the hub, org/model, got {shown(name, 80)}")
     folder, called = Path(name), shorten(os.fspath(name))
     if "\0" in str(name) or (revision is not None and "\0" in revision):
         raise ConvertError(f"{shown(str(name))}: expected a folder or a name on the hub, got one with NUL in it")

@@ -85,7 +85,10 @@ def read(text: str) -> Document:
         return Document(None if node is None else loader.construct_document(node), node)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
-        raise YamlError(shorten(error.problem or str(error)), line) from None
+        problem = error.problem or str(error)
+        if problem.startswith("but"):  # the second half of a sentence
+            problem = f"{error.context}, {problem}"
+        raise YamlError(shorten(problem), line) from None
     except (ValueError, OverflowError):  # of PyYAML's own code: an escape beyond Unicode, a directive's number
         raise YamlError("an escape or a directive that stands for nothing", loader.line + 1) from None
 

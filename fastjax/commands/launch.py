@@ -60,9 +60,10 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     command = [word for n, word in enumerate(arguments.command) if n or word != "--"]
     if arguments.n < 1:
-        raise ConfigError(f"-n: expected a number of processes, got {arguments.n}")
+        raise ConfigError(f"-n: expected at least 1 process, got {arguments.n}")
     if not command or command[0] not in COMMANDS:
-        raise ConfigError(f"launch: expected one of the commands {', '.join(COMMANDS)}, got {shown(command[:1])}")
+        got = shown(command[0], 80) if command else "none"
+        raise ConfigError(f"launch: expected the command {' or '.join(COMMANDS)} after the options, got {got}")
     launch(command, arguments.n)
 
 

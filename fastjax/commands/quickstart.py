@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastjax.errors import Interrupted
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -90,7 +91,11 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
     base, _ = FastLanguageModel.from_pretrained(config.model.model_name, config.model.max_seq_length)
     with console.status("asking the base model"):
         before = _score(base, prompts, expected)
-    tuned = fine_tune(config, console)
+    try:
+        tuned = fine_tune(config, console)
+    except Interrupted as error:
+        settings = shlex.quote(f"{config.output.output_dir}/config.yaml")
+        raise Interrupted(f"{error}: fastjax train {settings} --resume", error.signal_number) from None
     with console.status("asking the fine-tuned model"):
         after = _score(tuned.model, prompts, expected)
     _show(console, prompts, expected, before, after)

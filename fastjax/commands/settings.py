@@ -61,16 +61,17 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
         SystemExit: after `--help` or `--print_config`.
     """
     parser = _Parser(prog="fastjax train", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="the YAML file, as FILE")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="the YAML file, as FILE")
     parser.add_argument(DISTRIBUTED, nargs="?", metavar="RANK", help=_JOIN)
     for flag, text in _FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
     compilation_cache.add_option(parser)
-    found, rest = parser.parse_known_args(argv)
-    if found.config is None and rest and not rest[0].startswith("-"):
-        found.config = rest.pop(0)
-    config = _Given(found.config, rest).config()
-    if found.print_config:
+    flags, rest = parser.parse_known_args(argv)
+    files = flags.config or ([rest.pop(0)] if rest and not rest[0].startswith("-") else [])
+    if len(files) > 1:
+        raise ConfigError(f"--config: expected one file, got {', '.join(map(shorten, files))}")
+    config = _Given(files[0] if files else None, rest).config()
+    if flags.print_config:
         print(settings_text(config), end="")
         raise SystemExit(0)
     return config

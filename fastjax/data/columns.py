@@ -29,9 +29,9 @@ from convert import strict_json
 from convert.errors import shorten, shown
 from fastjax.data.cells import Cells, check_text, describe
 from fastjax.data.records import ChatRecord, Message, Record, TextRecord, Written
-from fastjax.data.settings import COLUMNS, Role
+from fastjax.data.settings import Role
 from fastjax.data.token_rows import token_record
-from fastjax.errors import ConfigError, DataError
+from fastjax.errors import DataError
 
 ROLES = get_args(Role)
 """The roles of messages."""
@@ -62,20 +62,6 @@ SHAREGPT_ROLES = {
     "observation": "tool",
 }
 """Speakers of ShareGPT data sets → roles."""
-
-
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Raise ConfigError for an unknown meaning of a column.
-
-    Args:
-        columns: Meaning → column name.
-
-    Raises:
-        ConfigError: An unknown meaning.
-    """
-    for meaning in columns:
-        if meaning not in COLUMNS:
-            raise ConfigError(f"columns: {shorten(meaning, 80)}: unknown; expected some of {', '.join(COLUMNS)}")
 
 
 def parse_messages(value: Any, where: str) -> list[Message]:

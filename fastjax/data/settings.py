@@ -1,12 +1,13 @@
 """Options of data: the place of a data set, the meaning of its columns, the treatment of its rows."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen, Predicate
 
-from convert.errors import shown
+from convert.errors import shorten, shown
 from fastjax.errors import ConfigError
-from fastjax.options import checked
+from fastjax.options import checked, full_name
 from fastjax.options.kinds import Positive, is_count_or_share
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -40,11 +41,23 @@ COLUMNS = (
 """Meanings of columns, each the default name of its column."""
 
 
+def check_columns(columns: Mapping[str, str] | None, where: str) -> None:
+    """Raise ConfigError for an unknown meaning of a column.
+
+    Args:
+        columns: meaning → column name; None: none.
+        where: the name of the setting, for errors.
+    """
+    for meaning in columns or {}:
+        if meaning not in COLUMNS:
+            raise ConfigError(f"{where}: {shorten(meaning, 80)}: unknown; expected some of {', '.join(COLUMNS)}")
+
+
 @checked("data set")
 class DataSource:
     """One data set, where data.train or data.eval lists sections."""
 
-    path: str
+    path: Annotated[str, MinLen(1), "a file, a folder or a name on the hub"]
     """a file (.jsonl, .json, .parquet, .csv, compressed or not), several as a glob pattern, a folder, or any other name
     that `datasets.load_dataset` takes."""
     name: str | None = None
@@ -58,6 +71,9 @@ class DataSource:
     """read while training instead of before; needs training.max_steps."""
     columns: dict[str, str] | None = None
     """what the columns are called here, for instance {prompt: question, completion: answer}."""
+
+    def __post_init__(self) -> None:
+        check_columns(self.columns, full_name(self, "columns"))
 
 
 @checked("data")
@@ -99,6 +115,7 @@ class DataOptions:
     """folder of the prepared data, kept for the next run; null: none."""
 
     def __post_init__(self) -> None:
+        check_columns(self.columns, full_name(self, "columns"))
         parts = self.loss_on
         if isinstance(parts, dict) and not (parts.keys() == set(PARTS) and all(parts.values())):
             raise ConfigError(f"data.loss_on: expected {' and '.join(PARTS)}, which are not empty, got {shown(parts)}")

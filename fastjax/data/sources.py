@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convert.errors import shorten
-from fastjax.data.columns import check_columns, parse_row
+from fastjax.data.columns import parse_row
 from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nulls
 from fastjax.data.records import Record
-from fastjax.data.settings import DataSource
+from fastjax.data.settings import DataSource, check_columns
 from fastjax.errors import ConfigError, DataError
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
@@ -141,7 +141,7 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
         ConfigError: rows that are neither.
         DataError: a row that is no dict.
     """
-    check_columns(columns or {})
+    check_columns(columns, "columns")
     arrow = hasattr(rows, "column_names")
     if arrow and isinstance(rows, Mapping):
         splits = ", ".join(map(str, rows)) or "none"
@@ -238,7 +238,6 @@ def _expanded(source: DataSource) -> str:
 
 def _find(source: DataSource) -> OpenSource | None:
     """A data set of files named by path or pattern; None: any other."""
-    check_columns(source.columns or {})
     path = _expanded(source)
     if Path(path).is_file():
         if not is_readable(path):

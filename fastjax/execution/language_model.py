@@ -147,6 +147,22 @@ def check_logits(model: LanguageModel, what: str) -> None:
         raise ConfigError(f"{what}: expected a model with logits, got a reward model; its scores are model.rewards(…)")
 
 
+def check_model(model: Any) -> None:
+    """Refuse an object that is no model, such as the pair that `FastLanguageModel.from_pretrained` returns.
+
+    Args:
+        model: any object.
+
+    Raises:
+        ConfigError: it is no `LanguageModel`.
+    """
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            f"model: expected one that FastLanguageModel has loaded, got a {type(model).__name__}; load it by "
+            "model, tokenizer = FastLanguageModel.from_pretrained(…)"
+        )
+
+
 def _described(model: LanguageModel) -> str:
     """The model in a line: family, size, what is trained, formats, dtype, rows, device."""
     config, leaves = model.config, jax.tree.leaves(model.frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))

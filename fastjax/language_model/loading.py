@@ -17,7 +17,7 @@ from convert.formats import FORMATS
 from convert.hub import fetch
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
-from fastjax.execution.language_model import LanguageModel, Model
+from fastjax.execution.language_model import LanguageModel, Model, check_model
 from fastjax.execution.load import load_weights, random_weights
 from fastjax.execution.opening import OpenModel, open_pretrained, row_length
 from fastjax.execution.options import LoadOptions
@@ -141,6 +141,7 @@ class FastLanguageModel:
         if loftq_config:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
+        check_model(model)
         if use_gradient_checkpointing is not None:
             asked = _load_options({"use_gradient_checkpointing": use_gradient_checkpointing}).settled()
             model = with_checkpointing(model, asked.remat)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from convert.adapter_config import SCORED, tuned_name
+from convert.adapter_config import CONFIG, SCORED, tuned_name
 from convert.adapters import AdapterConfig
 from convert.errors import ConvertError, shown
 from convert.families import family_for
@@ -23,6 +23,7 @@ from fastjax.errors import ConfigError
 from fastjax.limits import MAX_INTEGER, MAX_RANK
 from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, parameters, projections
 from fastjax.lora.tables import saved_modules, trained_tables, with_new_rows
+from fastjax.options import describe, fits, hints_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ def fresh_adapter(
     """
     if settings.bias != "none":
         raise ConfigError(f"bias: expected 'none', got {shown(settings.bias)}")
+    if not fits(settings.random_state, seed := hints_of(LoraSettings)["random_state"]):
+        raise ConfigError(f"random_state: expected {describe(seed)}, got {shown(settings.random_state, 80)}")
     names = [field.name for field in dataclasses.fields(LoraSettings) if field.name not in ("bias", "random_state")]
     values = {name: _plain(getattr(settings, name)) for name in names}
     if settings.target_modules is None:
@@ -106,7 +109,7 @@ def fresh_adapter(
     try:
         adapter = AdapterConfig(base_model_name_or_path=base_model_name_or_path, revision=revision, **values)
     except ConvertError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error).removeprefix(f"{CONFIG}: ")) from error
     _check_names(adapter, config)
     adapter = with_new_rows(adapter, config, new_token_ids)
     odd = [site.rank for site in check_adapter(adapter, config, new_token_ids) if site.rank % 2]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from annotated_types import Interval, Predicate
+from annotated_types import Interval, MinLen, Predicate
 
 from fastjax.limits import MAX_INTEGER
 
@@ -10,6 +10,8 @@ Count = Annotated[int, Interval(ge=1)]
 Positive = Annotated[float, Interval(gt=0)]
 NotNegative = Annotated[float, Interval(ge=0)]
 Part = Annotated[float, Interval(ge=0, lt=1)]
+Folder = Annotated[str, MinLen(1), "the name of a folder"]
+Repository = Annotated[str, MinLen(1), "a folder or a name on the hub"]
 Seed = Annotated[int, Interval(ge=0, le=MAX_INTEGER)]
 
 

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from convert.errors import shown
 from fastjax.data.records import Record
 from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
+from fastjax.execution.language_model import check_model
 from fastjax.execution.options import LoadOptions
 from fastjax.language_model import LanguageModel, ModelHandle
-from fastjax.language_model.handle import handle_of
+from fastjax.language_model.handle import handle_of, value_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
@@ -66,6 +68,13 @@ class TrainerSettings(DataOptions, _RunSettings):
         preferences: learning from chosen and rejected answers.
         max_seq_length: tokens of a row, where these are fewer than the model's; None: as many.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sections = {"training": TrainingSection, "optimizer": OptimizerConfig, "preferences": PreferencesSection}
+        for name, section in sections.items():
+            if not isinstance(value := getattr(self, name), section):
+                raise ConfigError(f"settings.{name}: expected a {section.__name__}, got {shown(value, 80)}")
 
 
 class Event(NamedTuple):
@@ -133,6 +142,7 @@ class Trainer:
         Raises:
             ConfigError: settings that contradict each other or the model, or no data.
         """
+        check_model(value_of(model))
         tokenizer = tokenizer if tokenizer is not None else model.tokenizer  # pyright: ignore[reportAssignmentType]
         for name, value in (("train_dataset", train_dataset), ("settings", settings), ("tokenizer", tokenizer)):
             if value is None:

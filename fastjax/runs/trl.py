@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from fastjax.errors import ConfigError
+from fastjax.execution.language_model import check_model
 from fastjax.language_model import LanguageModel, ModelHandle
+from fastjax.language_model.handle import value_of
 from fastjax.runs.context import FineTuned
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
 from fastjax.runs.trl_names import NOT_NEEDED, ONLY
@@ -239,6 +241,7 @@ class TRLTrainer:
             config, name = self.Config.__name__, type(self).__name__
             raise ConfigError(f"{name}: args: expected a {config}, got a {type(args).__name__}")
         self.args: Any = self.Config(**others) if args is None else dataclasses.replace(args, **others)
+        check_model(value_of(model))
         self._tokenizer = processing_class if processing_class is not None else tokenizer
         self._callbacks = callbacks
         held_out = None if self.args.eval_strategy == "no" else eval_dataset

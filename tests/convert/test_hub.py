@@ -53,6 +53,12 @@ def test_what_is_no_name_is_not_asked_for(cache, monkeypatch, name):
         assert fetch(name).name is None  # the current folder, as everywhere
 
 
+@pytest.mark.parametrize("name", [None, 3])
+def test_what_is_no_name_at_all(name):
+    with pytest.raises(ConvertError, match=f"expected a folder or a name on the hub, org/model, got {name!r}$"):
+        fetch(name)
+
+
 def test_a_name_that_is_none(cache):
     with pytest.raises(ConvertError, match="org name/mo del: no such folder, and the hub does not give it"):
         fetch("org name/mo del")

@@ -79,8 +79,9 @@ def test_order_of_calls(base, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"r": 0}, "r: expected a positive integer, got 0"),
+        ({"r": 0}, "^r: expected a positive integer, got 0"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected .* got 'pissa'"),
+        ({"random_state": -1}, "^random_state: expected an integer from 0 to 4294967295, got -1$"),
         ({"bias": "all"}, "bias: expected 'none', got 'all'"),
         ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* got .*norm"),
         ({"target_modules": ["nothing"]}, "target_modules: .*nothing.* matches no module"),
@@ -90,6 +91,12 @@ def test_order_of_calls(base, tmp_path):
 def test_adapter_settings_that_are_refused(base, options, message):
     with pytest.raises(ConfigError, match=message):
         FastLanguageModel.get_peft_model(base, **{"r": 4, **options})
+
+
+def test_what_is_no_model_is_refused(base):
+    for given, kind in (((base, None), "tuple"), ("a folder", "str")):
+        with pytest.raises(ConfigError, match=f"^model: expected .* got a {kind}; load it by model, tokenizer = Fast"):
+            FastLanguageModel.get_peft_model(given, use_gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize(("end", "named"), [("<|eot_id|>", None), ("<|end_header_id|>", [1, 4, 3])])

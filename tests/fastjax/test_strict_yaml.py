@@ -53,7 +53,7 @@ def test_scalars_as_settings_have_them():
         ("a: !!binary aGk=", 1, "could not determine a constructor"),
         ("a: 1\nb: !!set {c}", 2, "could not determine a constructor"),
         ("a: *" + "b" * 5000, 1, "found undefined alias"),
-        ("a: 1\n--- \nb: 1", 2, "but found another document"),
+        ("a: 1\n--- \nb: 1", 2, "expected a single document in the stream, but found another document"),
     ],
 )
 def test_what_is_refused_with_its_line(text, line, problem):

@@ -44,4 +44,7 @@ class DataSection(DataOptions, _DataSets):
         """The data sets of `train` or `eval`, each as a section."""
         given = getattr(self, which)
         listed = [] if given is None else [given] if isinstance(given, str) else list(given)
-        return [DataSource(item) if isinstance(item, str) else item for item in listed]
+        try:
+            return [DataSource(item) if isinstance(item, str) else item for item in listed]
+        except ConfigError as error:
+            raise ConfigError(f"data.{which}{str(error).removeprefix('data set.path')}") from error

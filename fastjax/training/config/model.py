@@ -6,13 +6,14 @@ from fastjax.errors import ConfigError
 from fastjax.execution.options import Length, LoadOptions
 from fastjax.lora.settings import LoraSettings
 from fastjax.options import checked
+from fastjax.options.kinds import Repository
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelName:
     """The model that is loaded."""
 
-    model_name: str
+    model_name: Repository
     """folder of the base model in Hugging Face format, or its name on the hub, org/model or org/model@revision; the run
     keeps the commit that it took."""
 
@@ -29,7 +30,7 @@ class ModelSection(LoadOptions, ModelName):
 class AdapterStart:
     """Where the adapter comes from."""
 
-    adapter: str | None = None
+    adapter: Repository | None = None
     """folder of a PEFT adapter to start from, or its name on the hub; it brings its own settings, so no other key but
     lora_dropout may stand beside it."""
 

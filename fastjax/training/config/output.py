@@ -8,7 +8,7 @@ from annotated_types import Interval, Predicate
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.options.kinds import Cadence, Count
+from fastjax.options.kinds import Cadence, Count, Folder
 
 
 def _first_and_last(steps: list[int]) -> bool:
@@ -19,7 +19,7 @@ def _first_and_last(steps: list[int]) -> bool:
 class OutputSection:
     """The output folder and its contents."""
 
-    output_dir: str
+    output_dir: Folder
     """folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, and at the end
     `adapter/` (or `model/` after full fine-tuning)."""
     overwrite_output_dir: bool = False

@@ -138,9 +138,9 @@ def test_an_error_of_one_rank_is_told_once_and_ends_all(start, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0", "train"], "-n: expected a number of processes, got 0"),
-        (["-n", "2", "--", "generate"], "launch: expected one of the commands train, got ['generate']"),
-        (["-n", "2"], "launch: expected one of the commands train, got []"),
+        (["-n", "0", "train"], "-n: expected at least 1 process, got 0"),
+        (["-n", "2", "--", "generate"], "launch: expected the command train after the options, got 'generate'"),
+        (["-n", "2"], "launch: expected the command train after the options, got none"),
     ],
 )
 def test_what_cannot_be_launched(capsys, arguments, message):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fastjax.commands.quickstart import ASSETS, quickstart_config, run
+from fastjax.commands.quickstart import ASSETS, Scored, quickstart_config, run
+from fastjax.errors import Interrupted
 from tests.support.folders import read_adapter
 
 
@@ -45,6 +46,18 @@ def test_it_shows_its_answers_and_its_adapter(tmp_path):
     assert f"--adapter {tmp_path}/run/adapter --prompt 'Record: " in text
     adapter, arrays = read_adapter(tmp_path / "run" / "adapter")
     assert adapter.r == 16 and any(np.any(array != 0) for name, array in arrays.items() if name.endswith("lora_B"))
+
+
+def test_an_interrupted_one_says_how_to_go_on(monkeypatch):
+    def stopped(config, console):
+        raise Interrupted("its state is saved, and --resume goes on", 15)
+
+    monkeypatch.setattr("fastjax.runs.fine_tune.fine_tune", stopped)
+    monkeypatch.setattr("fastjax.commands.quickstart._score", lambda *given: Scored([], 0))
+    with pytest.raises(Interrupted) as error:
+        run(quickstart_config("my runs"), Console(file=io.StringIO()))
+    assert str(error.value).endswith("goes on: fastjax train 'my runs/config.yaml' --resume")
+    assert error.value.signal_number == 15
 
 
 # That a run with the same settings learns the task within its first steps is seen in a notebook.

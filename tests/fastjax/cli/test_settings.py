@@ -158,6 +158,12 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
          "logging_steps, accumulation_dtype, offload_optimizer, initial_loss_scale, loss_scale_window, "
          "label_smoothing_factor, z_loss_coef, neftune_noise_alpha, router_aux_loss_coef, router_z_loss_coef, qat, "
          "deterministic, step_timeout, seed"),
+        (NEEDED.replace("model_name: m", "model_name: ''"),
+         "{file}:1: model.model_name: expected a folder or a name on the hub, got ''"),
+        (NEEDED.replace("output_dir: o", "output_dir: ''"),
+         "{file}:3: output.output_dir: expected the name of a folder, got ''"),
+        (NEEDED.replace("train: d", "train: [d, '']"),
+         "{file}:2: data.train: expected a file, a folder or a name on the hub, got ''"),
         ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, got none"),
         (NEEDED.replace("train: d", "train: [{weight: 2}]"),
          "{file}:2: data.train[0].path: expected a value, got none"),
@@ -204,6 +210,24 @@ def test_mistakes_on_the_command_line(write, argv, message):
     with pytest.raises(ConfigError) as error:
         parse_train_config(["--config", write(GOOD), *argv])
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "train"), [("data.columns", "d"), ("data.train[1].columns", "[{path: d}, {path: d, columns: {promt: q}}]")]
+)
+def test_unknown_columns(write, name, train):
+    columns = "" if "[" in name else ", columns: {promt: q}"
+    file = write(NEEDED.replace("train: d", f"train: {train}{columns}"))
+    with pytest.raises(ConfigError) as error:
+        parse_train_config([file])
+    assert str(error.value).startswith(f"{file}:2: {name}: promt: unknown; expected some of messages, conversations, ")
+
+
+def test_one_file_alone(write):
+    file = write(GOOD)
+    with pytest.raises(ConfigError) as error:
+        parse_train_config(["--config", file, "--config", "other.yaml"])
+    assert str(error.value) == f"--config: expected one file, got {file}, other.yaml"
 
 
 def test_no_file():

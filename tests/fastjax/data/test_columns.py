@@ -3,8 +3,7 @@ import json
 import pytest
 
 from fastjax.data import ChatRecord, TextRecord, parse_row
-from fastjax.data.columns import check_columns
-from fastjax.errors import ConfigError, DataError
+from fastjax.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 FUNCTION = {"name": "f", "parameters": {}}
@@ -114,8 +113,6 @@ def test_columns_are_renamed_and_decide_between_kinds():
     assert parse_row(both, "w", {"text": "text"}) == TextRecord("t", "w")
     with pytest.raises(DataError, match=r"w: the columns of several kinds of example: instruction, text; say which"):
         parse_row(both, "w")
-    with pytest.raises(ConfigError, match="columns: answer: unknown; expected some of messages"):
-        check_columns({"answer": "a"})
 
 
 def test_prompt_and_completion_are_messages_where_a_template_was_named():

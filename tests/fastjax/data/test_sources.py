@@ -117,7 +117,6 @@ def test_what_datasets_loads(write_rows, tmp_path, streaming):
         (DataSource("ten.jsonl", split="test"), ConfigError, "split: expected train, or a part of it .* got test"),
         (DataSource("ten.jsonl", split=f"train[:{'9' * 5000}]"), ConfigError, "split: expected train, or a part of it"),
         (DataSource("ten.jsonl", name="main"), ConfigError, "name: expected none for files, got main"),
-        (DataSource("ten.jsonl", columns={"answer": "a"}), ConfigError, "columns: answer: unknown"),
         ("notes.txt", ConfigError, "expected a file that ends in .jsonl"),
         ("someone/something", DataError, "someone/something: datasets.load_dataset cannot read it"),
         ([], ConfigError, "expected at least one data set, got none"),

@@ -176,6 +176,7 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
     plain = TrainerSettings(str(tmp_path / "out"))
     for arguments, error, message in (
         ({"model": base, "train_dataset": rows()}, ConfigError, "model: expected one with an adapter"),
+        ({"model": "a folder"}, ConfigError, "model: expected one that FastLanguageModel has loaded, got a str"),
         ({}, ConfigError, "train_dataset: expected one, got none"),
         (
             {"train_dataset": 3},
@@ -190,6 +191,8 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
         Trainer(model, train_dataset=[rows()[0], {"other": 1}], settings=plain, console=quiet()).train()
     with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval or data\.val_set_size with it"):
         Trainer(model, train_dataset=rows(), settings=settings(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"settings\.training: expected a TrainingSection, got 3"):
+        TrainerSettings("out", 3)
     for wrong, message in (
         ({"optimizer": "adamw"}, "optimizer: expected one of optax, alone or with its schedule, got 'adamw'"),
         ({"optimizer": (optax.adam(1e-3), 1e-3)}, "optimizer: expected one of optax, alone or with its schedule"),
