@@ -1,15 +1,14 @@
 """Choice of the next token of many rows, each by its own settings, on the device.
 
-All settings are arrays, so nothing that a user varies compiles again; `lax.cond` leaves out what no row asks for.
-A filter keeps the tokens at or above a threshold among the logits, which is found by counting, a digit at a time, and
-not by sorting. A token is drawn by the largest sum of logit and Gumbel noise, which depends on the row's own seed,
-choice and token number alone: neighbours, their number and their filters change no row's tokens.
+All settings are arrays, so nothing that a user varies compiles again; `lax.cond` leaves out what no row asks for. A
+token is drawn by the largest sum of logit and Gumbel noise, which depends on the row's own seed, choice and token
+number alone: neighbours, their number and their filters change no row's tokens.
 
 The order is that of transformers: bias, penalties, temperature, top-k, top-p, min-p. Log-probabilities are those of
 the model's own logits, before all of these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from fastjax.generation.filters import kept
 from fastjax.generation.options import MAX_BIAS, MAX_BIASES, MAX_LIKELIEST, GenerationOptions
 
 _TINY = jnp.finfo(jnp.float32).tiny  # the least normal number: smaller ones are 0 on a GPU
-_DIGIT = 4
-"""Bits of a threshold found in one pass over the logits."""
 _BLOCK = 128
 """Words of which the largest is found first, in the search for the likeliest."""
 
 
 class Sampling(NamedTuple):
-    """Settings of the rows of a batch (W rows).
+    """Settings of the rows of a batch (W rows); a row of zeros asks for nothing.
 
     Attributes:
         temperature: float32, divides the logits; 0: the likeliest token.
@@ -37,13 +35,13 @@ class Sampling(NamedTuple):
         min_p: float32, draw among tokens of at least this share of the likeliest one's probability (Nguyen et al.,
             arXiv 2407.01082); 0: among all.
         repetition: float32, divides positive logits of the tokens of prompt and answer, and multiplies negative ones
-            (Keskar et al., arXiv 1909.05858); 1: off.
+            (Keskar et al., arXiv 1909.05858); 1 or 0: off.
         presence: float32, taken from the logits of the answer's tokens.
         frequency: float32, taken from the logits of the answer's tokens, once for each time they stand there.
         seeds: uint32, of the random numbers.
         choices: uint32, number of the answer among those of one prompt, which draw different numbers.
         bias_ids: int32, tokens with a bias; -1: none.
-        bias: float32, added to their logits; -inf bans a token, inf bans all tokens that do not have it.
+        bias: float32, added to their logits; 0: none; -inf bans a token, inf bans all tokens that do not have it.
         wanted: int32, how many of the likeliest tokens are told; 0: none.
     """
 
@@ -66,7 +64,8 @@ class Picked(NamedTuple):
 
     Attributes:
         tokens: int32.
-        log_probs: float32, of the tokens, by log-softmax of the model's own logits.
+        log_probs: float32, of the tokens, by log-softmax of the model's own logits; -inf for a forced token that the
+            model masks.
         likeliest_ids: int32, the 20 likeliest tokens, best first, of equal ones the lower id first; -1: the vocabulary
             has no more that can be drawn. Zeros if no row wants any.
         likeliest: float32, their log-probabilities; -inf beside -1.
@@ -122,25 +121,32 @@ def pick(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[Array, "W V"
             answer so far.
         numbers: int32, of the token in its answer, from 0.
     """
-    banned_or_forced = jnp.any(sampling.bias_ids >= 0)
-    penalized = jnp.any((sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0))
+    repetition = jnp.where(sampling.repetition == 0, 1.0, sampling.repetition)
+    sampling = sampling._replace(repetition=repetition)
+    biased = jnp.any(sampling.bias != 0)
+    penalized = jnp.any((repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0))
+    drawn, told = jnp.any(sampling.temperature >= _TINY), jnp.any(sampling.wanted > 0)
+    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
 
     def changed() -> Array:
         wide = logits.astype(jnp.float32)
-        wide = jax.lax.cond(banned_or_forced, lambda: _with_bias(wide, sampling), lambda: wide)
+        wide = jax.lax.cond(biased, lambda: _with_bias(wide, sampling), lambda: wide)
         wide = jax.lax.cond(penalized, lambda: _with_penalties(wide, sampling, seen), lambda: wide)
         return _choose(wide, sampling, numbers)
 
-    # The branch for unchanged logits reads them as they are, and no copy of them is made.
-    tokens = jax.lax.cond(banned_or_forced | penalized, changed, lambda: _choose(logits, sampling, numbers))
-    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
+    def asked() -> tuple[Array, Array, Array]:
+        # Logits that nothing changes are read as they are: a branch that gave them back would copy them.
+        tokens = jax.lax.cond(biased | penalized, changed, lambda: _choose(logits, sampling, numbers))
+        return tokens, *jax.lax.cond(told, lambda: _likeliest(logits, total), nothing)
 
     def nothing() -> tuple[Array, Array]:
-        shape = (len(tokens), MAX_LIKELIEST)
+        shape = (len(logits), MAX_LIKELIEST)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    ids, likeliest = jax.lax.cond(jnp.any(sampling.wanted > 0), lambda: _likeliest(logits, total), nothing)
+    # One question where the answer is mostly no: a GPU waits for the host at each.
+    anything = biased | penalized | drawn | told
+    tokens, ids, likeliest = jax.lax.cond(anything, asked, lambda: (_argmax(logits), *nothing()))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
     return Picked(tokens, chosen - total, ids, likeliest)
 
 
@@ -150,8 +156,8 @@ def _with_bias(logits: Float[Array, "W V"], sampling: Sampling) -> Float[Array, 
     ids = jnp.where(sampling.bias_ids < 0, words, sampling.bias_ids)  # beyond the vocabulary: dropped
     bias = jnp.zeros_like(logits).at[jnp.arange(rows)[:, None], ids].add(sampling.bias, mode="drop")
     forced = bias == jnp.inf
-    # A forced token can be drawn though the model masks it.
-    only = jnp.where(forced, jnp.maximum(logits, jnp.finfo(jnp.float32).min), -jnp.inf)
+    # A forced token can be drawn though the model masks it; penalties leave the number finite.
+    only = jnp.where(forced, jnp.maximum(logits, -1e30), -jnp.inf)
     return jnp.where(jnp.any(sampling.bias == jnp.inf, axis=-1, keepdims=True), only, logits + bias)
 
 
@@ -166,24 +172,28 @@ def _with_penalties(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[A
 
 def _choose(logits: Float[Array, "W V"], sampling: Sampling, numbers: Int[Array, "W"]) -> Int[Array, "W"]:
     """A token of each row by logits with biases and penalties."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    likeliest = _argmax(logits)
     drawn = sampling.temperature >= _TINY
 
     def draw() -> Array:
         temperature = jnp.where(drawn, sampling.temperature, 1.0)[:, None]
         top = jnp.take_along_axis(logits, likeliest[:, None], axis=-1).astype(jnp.float32)
 
-        def scaled(values: Array) -> Array:
-            return (values - top) / temperature  # at most 0: nothing overflows
+        def scaled(wide: Array) -> Array:
+            return (wide - top) / temperature  # at most 0: nothing overflows
 
-        least = _least(logits, sampling, drawn, scaled)
-        wide = logits.astype(jnp.float32)
-        kept = (wide >= least) & (scaled(wide) >= jnp.log(sampling.min_p)[:, None])
-        noise = _gumbel(sampling, numbers, logits.shape[-1])
-        token = jnp.argmax(jnp.where(kept, scaled(wide) + noise, -jnp.inf), axis=-1)
-        return jnp.where(drawn, token.astype(jnp.int32), likeliest)
+        # Rows that take the likeliest token ask for no filter.
+        top_k, top_p = jnp.where(drawn, sampling.top_k, 0), jnp.where(drawn, sampling.top_p, 1.0)
+        possible = kept(logits, scaled, top_k, top_p, sampling.min_p)
+        noisy = scaled(logits.astype(jnp.float32)) + _gumbel(sampling, numbers, logits.shape[-1])
+        return jnp.where(drawn, _argmax(jnp.where(possible, noisy, -jnp.inf)), likeliest)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: likeliest)
+
+
+def _argmax(logits: Float[Array, "W V"]) -> Int[Array, "W"]:
+    """The likeliest tokens."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _gumbel(sampling: Sampling, numbers: Int[Array, "W"], words: int) -> Float[Array, "W V"]:
@@ -197,81 +207,6 @@ def _gumbel(sampling: Sampling, numbers: Int[Array, "W"], words: int) -> Float[A
     # All 32 bits count near 0, where the large noise of rare tokens comes from (jax.random.gumbel takes 23).
     uniform = jnp.minimum((numerals + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))
-
-
-def _least(
-    logits: Float[Array, "W V"],
-    sampling: Sampling,
-    drawn: Array,
-    scaled: Callable[[Array], Array],
-) -> Float[Array, "W 1"]:
-    """The least logit that top-k, and top-p among what that leaves, keep; -inf: all.
-
-    Args:
-        logits: with biases and penalties.
-        sampling: the rows' settings.
-        drawn: [W], the rows that do not take the likeliest token.
-        scaled: logits over the temperature, the likeliest 0.
-    """
-    counted = drawn & (sampling.top_k > 0)
-    summed = drawn & (sampling.top_p < 1)
-    none = jnp.full((len(logits), 1), -jnp.inf, jnp.float32)
-
-    def by_count() -> Array:
-        found = _threshold(logits, jnp.ones_like, sampling.top_k.astype(jnp.float32))
-        return jnp.where(counted[:, None], found, none)
-
-    def by_mass(least: Array) -> Array:
-        def weights(wide: Array) -> Array:
-            return jnp.where(wide >= least, jnp.exp(scaled(wide)), 0)
-
-        mass = sampling.top_p * jnp.sum(weights(logits.astype(jnp.float32)), axis=-1)
-        found = _threshold(logits, weights, jnp.maximum(mass, _TINY))  # above 0: the likeliest token alone is enough
-        return jnp.where(summed[:, None], jnp.maximum(found, least), least)
-
-    least = jax.lax.cond(jnp.any(counted), by_count, lambda: none)
-    return jax.lax.cond(jnp.any(summed), by_mass, lambda least: least, least)
-
-
-def _threshold(
-    values: Float[Array, "W V"], weights: Callable[[Array], Array], wanted: Float[Array, "W"]
-) -> Float[Array, "W 1"]:
-    """The largest number so that the weights of the values at or above it add up to what is wanted; -inf: none does.
-
-    The bits of a float, in the order of the numbers, are found from the highest on, four in one pass over the values:
-    eight passes for float32, four for bfloat16. Counts are exact, other sums as a sum in float32 is.
-
-    Args:
-        values: of any float dtype.
-        weights: of values in float32, none negative.
-        wanted: above 0.
-    """
-    passes = -(-(9 + jnp.finfo(values.dtype).nmant) // _DIGIT)  # the bits after them tell no value from another
-    digits = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
-
-    def refine(done: Array, order: Array) -> Array:
-        shift = (32 - _DIGIT * (done + 1)).astype(jnp.uint32)
-        least = _number(order[:, None] + (digits << shift)[None, :])
-        wide = values.astype(jnp.float32)
-        weight = weights(wide)
-        parts = tuple(jnp.where(wide >= least[:, n : n + 1], weight, 0) for n in range(len(digits)))
-        sums = jax.lax.reduce(parts, (np.float32(0),) * len(parts), _add, (1,))  # one pass for all
-        reached = sum((one >= wanted).astype(jnp.uint32) for one in sums)
-        return order + (reached << shift)
-
-    order = jax.lax.fori_loop(0, passes, refine, jnp.zeros(len(values), jnp.uint32))
-    return _number(order)[:, None]
-
-
-def _add(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
-
-
-def _number(order: UInt[Array, "..."]) -> Float[Array, "..."]:
-    """The float32 of a place in the order of all; NaN beyond inf, and -inf before it."""
-    order = jnp.maximum(order, jnp.uint32(0x007FFFFF))
-    bits = jnp.where(order >> 31 == 1, order ^ jnp.uint32(0x80000000), ~order)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _likeliest(
