@@ -1,15 +1,33 @@
-"""generation_config.json: the tokens at which a model's makers let its answers end."""
+"""generation_config.json: how a model's makers let it answer, and the tokens at which its answers end."""
 
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from convert.checkpoint import CONFIG
 from convert.errors import unexpected
 from convert.files import read_json
 
 GENERATION_CONFIG = "generation_config.json"
+
+
+def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of a folder's generation_config.json, by transformers' names.
+
+    Args:
+        folder: A model folder.
+
+    Returns:
+        The JSON object as it stands there; empty without the file.
+
+    Raises:
+        ConvertError: The file is not valid JSON.
+        OSError: The file cannot be read.
+    """
+    file = Path(folder) / GENERATION_CONFIG
+    return read_json(file) if file.is_file() else {}
 
 
 def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -28,11 +46,24 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     return _ends(Path(folder) / GENERATION_CONFIG)
 
 
+def named_ends(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """The ids at which transformers and vLLM end an answer.
+
+    Args:
+        folder: A model folder. Without an end in its generation_config.json those of its config.json count.
+
+    Raises:
+        ConvertError: As of `end_tokens`.
+        OSError: A file cannot be read.
+    """
+    return end_tokens(folder) or _ends(Path(folder) / CONFIG)
+
+
 def missing_ends(folder: str | os.PathLike[str], ends: Iterable[int]) -> tuple[int, ...]:
     """Ends at which transformers and vLLM do not stop.
 
     Args:
-        folder: A model folder. Without an end in its generation_config.json those of its config.json count.
+        folder: A model folder.
         ends: Token ids.
 
     Returns:
@@ -42,7 +73,7 @@ def missing_ends(folder: str | os.PathLike[str], ends: Iterable[int]) -> tuple[i
         ConvertError: As of `end_tokens`.
         OSError: A file cannot be read.
     """
-    return tuple(dict.fromkeys(token for token in ends if token not in _named(Path(folder))))
+    return tuple(dict.fromkeys(token for token in ends if token not in named_ends(folder)))
 
 
 def add_ends(folder: Path, ends: Iterable[int], base: str | os.PathLike[str]) -> None:
@@ -57,14 +88,9 @@ def add_ends(folder: Path, ends: Iterable[int], base: str | os.PathLike[str]) ->
         ConvertError: As of `end_tokens`.
         OSError: A file cannot be read or written.
     """
-    file = folder / GENERATION_CONFIG
-    config = read_json(file) if file.is_file() else {}
-    config["eos_token_id"] = [*_named(Path(base)), *ends]
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _named(folder: Path) -> tuple[int, ...]:
-    return end_tokens(folder) or _ends(folder / CONFIG)
+    config = generation_settings(folder)
+    config["eos_token_id"] = [*named_ends(base), *ends]
+    (folder / GENERATION_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _ends(file: Path) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ import numpy as np
 from convert.errors import shown
 from fastjax.data.boundaries import TokenOffsets, encoded_apart
 from fastjax.data.columns import check_options
+from fastjax.data.continued import cut, marked
 from fastjax.data.documents import Examples
 from fastjax.data.notes import JOINED, SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record, TokenRecord, Written
@@ -147,23 +148,33 @@ class Encoder:
         if count:
             yield self._encode_chunk(chats, noted)
 
-    def encode_prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+    ) -> list[int]:
         """Encode a conversation for the assistant to continue, with the tokens of its beginning in training.
 
         Args:
             messages: The messages so far.
             tools: The functions that the assistant may call.
+            continue_final_message: The last message is the beginning of the answer, or of its reasoning.
 
         Returns:
             The token ids, generation prompt included.
 
         Raises:
-            ConfigError: The tokenizer has no chat template.
+            ConfigError: The tokenizer has no chat template, or there is no answer to be continued.
             DataError: The chat template refuses the conversation.
         """
         if self._as_text:
             messages, tools = (self._as_text.hidden(value, "the prompt") for value in (list(messages), tools))
-        text = self.template.render(messages, "the prompt", {"tools": tools}, add_generation_prompt=True).text
+        messages = marked(messages, "the prompt") if continue_final_message else messages
+        new_turn = not continue_final_message
+        text = self.template.render(messages, "the prompt", {"tools": tools}, add_generation_prompt=new_turn).text
+        text = cut(text, "the prompt") if continue_final_message else text
         check_characters(text, "the prompt")
         return self._beginning(self._as_text.shown(text) if self._as_text else text)
 

@@ -9,7 +9,8 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from fastjax.execution.language_model import LanguageModel
-from fastjax.generation.text import answer
+from fastjax.generation.face import generate, stream
+from fastjax.generation.text import answers
 from fastjax.language_model.logits import logits
 from fastjax.language_model.rewards import rewards, with_score_head
 from fastjax.language_model.saving import push_to_hub, save_pretrained, save_pretrained_gguf, save_pretrained_merged
@@ -40,7 +41,9 @@ class ModelHandle(_Model):
         self.value = value_of(value)
         self._origin = origin
 
-    generate = answer
+    generate = generate
+    stream = stream
+    answers = answers
     logits = logits
     rewards = rewards
     with_score_head = with_score_head

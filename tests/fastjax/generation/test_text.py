@@ -1,7 +1,8 @@
-"""Prompts on their way to the model: texts and conversations, and what is neither."""
+"""Prompts on their way to the engine, texts and ids and what is neither; answers on their way back."""
 
 import io
 
+import numpy as np
 import pytest
 
 from convert.errors import ConvertError
@@ -9,6 +10,10 @@ from fastjax.commands import generate as command
 from fastjax.data import Encoder
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation import text
+from fastjax.generation.answers import Answer
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.prompts import Reading
+from tests.support import fake_engine
 from tests.support import tokenizers as made
 
 CHAT = [
@@ -17,47 +22,141 @@ CHAT = [
     {"role": "assistant", "content": "a"},
     {"role": "user", "content": "r<|im_end|>"},
 ]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TOKENIZER = made.byte_level()
+END = made.SPECIAL.index("<|im_end|>")
 
 
-class Model:
-    """A model as far as `answer` looks into it."""
-
-    def __init__(self, folder=None):
-        self.folder = folder
-        self.tokenizer = made.byte_level()
-        self.tokenizer.chat_template = TEMPLATE
+def ids(said):
+    return TOKENIZER.encode(said, add_special_tokens=False)
 
 
 @pytest.fixture
-def answer(monkeypatch):
-    """`answer` of a model that says its prompt back, special tokens and all."""
-    model = Model()
-    monkeypatch.setattr(text, "generate", lambda model, prompts, **options: prompts)
-    decode = model.tokenizer.decode
-    monkeypatch.setattr(model.tokenizer, "decode", lambda tokens, **options: decode(tokens))
-    return lambda prompts, **options: text.answer(model, prompts, **options)
+def engines(monkeypatch):
+    """Engines that say "the answer is: the user" and end the turn."""
+    return fake_engine.install(monkeypatch, lambda prompt: [*ids("the answer is: the user"), END])
 
 
-def test_conversations_are_continued(answer):
+@pytest.fixture
+def answer(engines):
+    return lambda prompts, **options: text.answer(fake_engine.model(), prompts, **options)
+
+
+def asked(engines):
+    return [TOKENIZER.decode(prompt) for engine in engines for prompt, _ in engine.asked]
+
+
+def test_conversations_are_continued(answer, engines):
     expected = (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
         "<|im_start|>user\nr<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
     alone = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert answer([CHAT, "q", [CHAT[1]], tuple(CHAT)]) == [expected, alone, alone, expected]
+    said = answer([CHAT, "q", [CHAT[1]], tuple(CHAT), ids("the"), np.asarray(ids("user"))])
+    assert said == ["the answer is: the user"] * 6
+    assert asked(engines) == [expected, alone, alone, expected, "the", "user"]
+    assert answer([]) == [] and len(engines) == 1
+    assert answer(["the user"], chat=False) and asked(engines)[-1] == "the user"
 
 
-def test_special_tokens_in_prompts_as_text(answer, monkeypatch):
-    seen = []
-    monkeypatch.setattr(text, "generate", lambda model, prompts, **options: seen.extend(prompts) or prompts)
+def test_an_answer_that_has_begun_is_continued(engines):
+    begun = [CHAT[1], {"role": "assistant", "content": " the answer "}]
+    going = Reading(continue_final_message=True)
+    text.answers(fake_engine.model(), [begun], reading=going)
+    beginning = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert asked(engines)[-1] == beginning + "the answer "
+    thinking = "{% for m in messages %}{{ m.role }}:<think>{{ m.reasoning_content }}</think>{{ m.content }}{% endfor %}"
+    begun[1] = {"role": "assistant", "content": "", "reasoning": "wo"}
+    text.answers(fake_engine.model(template=thinking), [begun], reading=going)
+    assert asked(engines)[-1] == "user:<think></think>qassistant:<think>wo"
+    for messages, message in (
+        (CHAT, "expects the assistant's message at the end, got one of role 'user'"),
+        (begun[:1] + [{"role": "assistant", "content": ""}], "expects a message of text"),
+    ):
+        with pytest.raises(ConfigError, match=f"messages.*: continue_final_message {message}"):
+            text.answers(fake_engine.model(), [messages], reading=going)
+    twice = fake_engine.model(template="{{ messages[0].content }}")
+    with pytest.raises(DataError, match="writes the last message once, got 0 times"):
+        text.answers(twice, [[CHAT[1], CHAT[2]]], reading=going)
+
+
+def test_prompts_draw_numbers_of_their_own_by_one_seed(answer, engines):
+    answer(["q"] * 3, seed=2**32 - 1, temperature=0.5, top_k=3, top_p=0.5, max_new_tokens=7)
+    options = [options for _, options in engines[0].asked]
+    assert len({one.seed for one in options}) == 3 and options[0].seed == 2**32 - 1
+    assert {(one.temperature, one.top_k, one.top_p, one.max_new_tokens) for one in options} == {(0.5, 3, 0.5, 7)}
+
+
+def test_special_tokens_in_prompts_as_text(answer, engines):
     answer([CHAT])
     answer([CHAT], special_tokens="text")
-    end = made.SPECIAL.index("<|im_end|>")
-    assert [prompt.count(end) for prompt in seen] == [5, 4]
+    assert [engine.asked[0][0].count(END) for engine in engines] == [5, 4]
+
+
+def test_answers_tell_their_tokens(engines):
+    said, n = ids("the answer is: the user"), 2
+    found = text.answers(fake_engine.model(), ["q"], GenerationOptions(n=n, top_logprobs=1))
+    log_probs = tuple(-float(place) for place in range(len(said)))
+    likeliest = tuple(((token, value),) for token, value in zip(said, log_probs, strict=True))
+    prompt = tuple(engines[0].asked[0][0])
+    one = Answer("the answer is: the user", tuple(said), log_probs, likeliest, "stop", prompt, END)
+    assert found == [[one, one]]
+    [[short]] = text.answers(fake_engine.model(), ["q"], GenerationOptions(max_new_tokens=4))
+    assert (short.token_ids, short.finish_reason, short.stop) == (tuple(said[:4]), "length", None)
+    [[whole]] = text.answers(fake_engine.model(), ["q"], GenerationOptions(), ignore_eos=True)
+    assert (whole.token_ids[-1], whole.finish_reason, whole.text) == (END, "length", one.text)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 16])
+def test_a_stop_string_ends_an_answer_and_no_other(steps, monkeypatch):
+    replies = {"one": f"is: the user asked{' the' * 9}", "two": f"wo the user{' the' * 9}"}
+    engines = fake_engine.install(monkeypatch, lambda prompt: [*ids(replies[TOKENIZER.decode(prompt)]), END], steps)
+    options = GenerationOptions(stop_strings=("se", "e use", "one"), n=2, top_logprobs=1)
+    found = text.answers(fake_engine.model(), ["one", "two"], options, reading=Reading(chat=False))
+    assert [[each.text for each in row] for row in found] == [["is: th"] * 2, ["wo th"] * 2]
+    for row in found:
+        for each in row:
+            kept = len(each.token_ids)
+            assert TOKENIZER.decode(each.token_ids).startswith(each.text)
+            assert not TOKENIZER.decode(each.token_ids[:-1]).startswith(each.text)
+            assert len(each.log_probs) == len(each.likeliest) == kept
+            assert (each.finish_reason, each.stop) == ("stop", "e use")
+    if steps < 16:
+        assert sorted(engines[0].cancelled) == [(11, 0), (11, 1), (12, 0), (12, 1)]
+
+
+def test_a_stream_gives_pieces_and_closing_it_ends_the_row(engines):
+    pieces = list(text.stream(fake_engine.model(), "q"))
+    assert "".join(pieces) == "the answer is: the user" and len(pieces) > 1 and all(pieces)
+    growing = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("never",)))
+    assert "the answer is".startswith(next(growing)) and engines[-1].cancelled == []
+    growing.close()
+    assert engines[-1].cancelled == [(11, 0)]
+    said = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("the user",)))
+    assert "".join(said) == "the answer is: "
+    with pytest.raises(ConfigError, match="n: expected 1 answer to stream, got 2"):
+        text.stream(fake_engine.model(), "q", GenerationOptions(n=2))
+
+
+def test_special_tokens_are_ids_and_no_text(monkeypatch):
+    inside = [*ids("the"), made.SPECIAL.index("[INST]"), *ids(" user")]
+    fake_engine.install(monkeypatch, lambda prompt: [*inside, END], 1)
+    [[found]] = text.answers(fake_engine.model(), ["q"])
+    assert (found.text, list(found.token_ids)) == ("the user", inside)
+    assert "".join(text.stream(fake_engine.model(), "q")) == "the user"
+
+
+def test_a_model_without_a_tokenizer_answers_ids(engines):
+    model = fake_engine.model(tokenizer=False)
+    [[found]] = text.answers(model, [[3, 4]], GenerationOptions(max_new_tokens=2))
+    assert (found.text, len(found.token_ids), found.prompt_token_ids) == ("", 2, (3, 4))
+    with pytest.raises(ConfigError, match="stop_strings: expected a model with a tokenizer"):
+        text.answers(model, [[3, 4]], GenerationOptions(stop_strings=("a",)))
+    with pytest.raises(
+        ConfigError, match=r"prompts\[0\]: expected token ids for a model without a tokenizer, got \"q\""
+    ):
+        text.answers(model, ["q"])
+    with pytest.raises(ConfigError, match="answer: expected a model with a tokenizer"):
+        text.answer(model, [[3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +167,7 @@ def test_special_tokens_in_prompts_as_text(answer, monkeypatch):
         ([["q"]], {}, r"prompts\[0\]\[0\]: expected an object with 'role' and 'content', found \"q\""),
         ([[]], {}, r"prompts\[0\] must be a list that is not empty"),
         ([[{"role": "alien", "content": "q"}]], {}, r"prompts\[0\]\[0\]: unknown role 'alien'"),
-        (["q", 3], {}, r"prompts\[1\]: expected a text or a list of messages, got 3"),
+        (["q", 3], {}, r"prompts\[1\]: expected a text, a list of messages or token ids, got 3"),
         ([CHAT], {"chat": False}, r"prompts\[0\]: expected a text, got a conversation; leave chat at True"),
     ],
 )
@@ -87,26 +186,20 @@ def test_half_of_a_surrogate_pair(answer, monkeypatch):
         command.main(["--model", "nowhere", "--file", "-"])
 
 
-def test_a_conversation_is_encoded_as_in_training():
-    encoder = Encoder(Model().tokenizer)
-    assert encoder.encode_prompt(CHAT) == text.encode_prompts(encoder, [CHAT], chat=True)[0]
-
-
 @pytest.mark.parametrize(
     ("given", "named"), [(None, []), ("{}", []), ('{"eos_token_id": 5}', [5]), ('{"eos_token_id": [5, 7, 5]}', [5, 7])]
 )
-def test_answers_end_where_the_folder_says_too(given, named, tmp_path, monkeypatch):
-    model = Model(tmp_path)
+def test_answers_end_where_the_folder_says_too(given, named, tmp_path, engines):
+    model = fake_engine.model(tmp_path)
     if given is not None:
         (tmp_path / "generation_config.json").write_text(given)
-    seen = []
-    monkeypatch.setattr(text, "generate", lambda model, prompts, **options: seen.append(options) or prompts)
-    text.answer(model, ["q"])
-    assert list(seen[0]["stop_tokens"]) == [*Encoder(model.tokenizer).stop_tokens(), *named]
+    text.answers(model, ["q"], GenerationOptions(stop_tokens=(9,)))
+    [(_, options)] = engines[0].asked
+    assert list(options.stop_tokens) == [*Encoder(model.tokenizer).stop_tokens(), *named, 9]
 
 
 @pytest.mark.parametrize("given", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [-1]}', '{"eos_token_id": true}', "["])
 def test_a_generation_config_that_says_something_else_is_named(given, tmp_path):
     (tmp_path / "generation_config.json").write_text(given)
     with pytest.raises(ConvertError, match=r"generation_config.json: (eos_token_id: expected a token id or|.*JSON)"):
-        text.answer(Model(tmp_path), ["q"])
+        text.answer(fake_engine.model(tmp_path), ["q"])
