@@ -280,10 +280,10 @@ def _sent(leaves: Sequence[Array], x: Array) -> list[Array]:
     As it is, XLA would wait for it as soon as it is under way, before the layer computes.
     """
     sent = list(leaves)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if leaf is x and len(leaves) > 1:
-            unit, _ = jax.lax.optimization_barrier((jnp.ones((), x.dtype), leaves[place - 1]))
-            sent[place] = x * unit
+            unit, _ = jax.lax.optimization_barrier((jnp.ones((), x.dtype), leaves[index - 1]))
+            sent[index] = x * unit
     return sent
 
 

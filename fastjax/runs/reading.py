@@ -26,7 +26,7 @@ def read_runs(folders: Sequence[str]) -> list[ComparedRun]:
     for folder in folders:
         place = Path(folder).resolve()
         if place in seen:
-            raise ConfigError(f"{folder}: expected a folder a run, got the one of {seen[place]} again")
+            raise ConfigError(f"{folder}: expected every run once, got the folder {seen[place]} again")
         seen[place] = folder
     runs = [_read(folder) for folder in folders]
     names = [run.name for run in runs]

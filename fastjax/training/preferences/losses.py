@@ -166,13 +166,14 @@ class ORPOLoss:
         chosen, rejected = pairs.of(by_document(log_probs, rows.targets != IGNORE_INDEX, rows).means)
         nll = -chosen
         if self.nll_tokens == "all":
-            whole, own = by_document(log_probs, targets != IGNORE_INDEX, rows), rows.extra["roles"] == Role.CHOSEN
-            count = jnp.sum(jnp.where(own, whole.lengths, 0.0))
-            mean = jnp.sum(jnp.where(own, whole.log_probs, 0.0)) / jnp.maximum(count, 1.0)
+            whole = by_document(log_probs, targets != IGNORE_INDEX, rows)
+            is_chosen = rows.extra["roles"] == Role.CHOSEN
+            count = jnp.sum(jnp.where(is_chosen, whole.lengths, 0.0))
+            mean = jnp.sum(jnp.where(is_chosen, whole.log_probs, 0.0)) / jnp.maximum(count, 1.0)
             nll = jnp.broadcast_to(-mean, chosen.shape)
         losses = nll + objectives.odds_ratio(chosen, rejected, beta=self.beta)
-        own = {"nll_loss": nll, "log_odds_ratio": objectives.log_odds(chosen) - objectives.log_odds(rejected)}
-        return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **own, **_log_probs(chosen, rejected))
+        metrics = {"nll_loss": nll, "log_odds_ratio": objectives.log_odds(chosen) - objectives.log_odds(rejected)}
+        return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **metrics, **_log_probs(chosen, rejected))
 
 
 @checked("SimPOLoss")
@@ -232,10 +233,10 @@ class KTOLoss:
         weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
         losses = objectives.kto(policy, reference, desirable, divergence, beta=self.beta, **weights)
         metrics: dict[str, Array | Mean] = {"kl": weight * divergence}
-        for name, own in (("chosen", desirable), ("rejected", undesirable)):
-            count = jnp.sum(own, dtype=policy.dtype)
+        for name, mask in (("chosen", desirable), ("rejected", undesirable)):
+            count = jnp.sum(mask, dtype=policy.dtype)
             for kind, values in (("rewards", self.beta * (policy - reference)), ("logps", policy)):
-                metrics[f"{kind}/{name}"] = Mean(jnp.sum(jax.lax.stop_gradient(jnp.where(own, values, 0.0))), count)
+                metrics[f"{kind}/{name}"] = Mean(jnp.sum(jax.lax.stop_gradient(jnp.where(mask, values, 0.0))), count)
         return LossSums(jnp.sum(jnp.where(answers, losses, 0.0)), weight, metrics)
 
 

@@ -116,8 +116,8 @@ def _merged(
         command.append("--base_in_nf4")
         parsed = read_config(config)
         in_float32 = module_paths(model.float32_modules or (), parsed)
-        kept = [spec.path.module for spec in parsed.specs if spec.kind in QUANTIZED and spec.path.module in in_float32]
-        command += ["--skip", *kept] if kept else []
+        skipped = [s.path.module for s in parsed.specs if s.kind in QUANTIZED and s.path.module in in_float32]
+        command += ["--skip", *skipped] if skipped else []
     if config.get("dtype", config.get("torch_dtype")) != dtype:
         command += ["--dtype", dtype]
     options, names = {}, set()
@@ -158,14 +158,14 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
     """Code that quantises a 16-bit base as the run did."""
     # These replace the default list, which has the head.
-    kept = ["lm_head", "score", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
+    skipped = ["lm_head", "score", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
     return [
         "settings = BitsAndBytesConfig(",
         "    load_in_4bit=True,",
         '    bnb_4bit_quant_type="nf4",',
         "    bnb_4bit_use_double_quant=True,",
         f"    bnb_4bit_compute_dtype={_text(dtype)},",
-        *([f"    llm_int8_skip_modules={json.dumps(kept)},"] if model.float32_modules else []),
+        *([f"    llm_int8_skip_modules={json.dumps(skipped)},"] if model.float32_modules else []),
         ")",
     ]
 

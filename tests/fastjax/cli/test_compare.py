@@ -78,7 +78,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
         ("empty", "{}: expected a run's output folder, with metrics.jsonl, got one without"),
         ("file", "{}: expected a run's output folder, with metrics.jsonl, got a file"),
         ("begun", "{}/metrics.jsonl: expected a run with at least one train step, got none"),
-        ("good/../good", "{}: expected a folder a run, got the one of " + good + " again"),
+        ("good/../good", "{}: expected every run once, got the folder " + good + " again"),
     ]:
         page = tmp_path / "page.html"
         assert main(["compare", good, str(tmp_path / folder), "--output", str(page)]) == 2
