@@ -7,6 +7,7 @@ import pytest
 
 from fastjax.execution.loop import added, run_layers, run_steps
 from fastjax.execution.stacks import arrange
+from fastjax.models.context import Context, Slots
 from fastjax.models.layout import LayerStack
 
 PLAN = (LayerStack(0, 1, 1), LayerStack(1, 2, 3), LayerStack(7, 1, 1))
@@ -16,15 +17,14 @@ SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
 def block_of(stack):
     """x becomes sin(x·s) + shared a layer; layers of the long stack have a number "odd", all have a vector "square"."""
 
-    def block(x, scales, shared, first, *states):
-        sums, after = {}, []
+    def block(x, scales, shared, first):
+        sums = {}
         for position, scale in enumerate(scales):
             x = jnp.sin(x * scale) + shared
             sums = added(sums, {"square": jnp.sum(x * x, axis=(0, 1))})
             if stack.count > 1:
                 sums = added(sums, {"odd": jnp.sum(x) * (first + position).astype(jnp.float32)})
-            after += [before[position] + x for before in states]
-        return (x, after, sums) if states else (x, sums)
+        return x, sums
 
     return block
 
@@ -69,16 +69,25 @@ def test_numbers_are_summed_over_the_layers_and_have_gradients(remat):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5 * np.abs(expected[1]).max())
 
 
-def test_states_come_back_stack_by_stack():
-    x, scales = jnp.ones((1, 1, 2)), jnp.asarray(SCALES)
-    states = arrange([jnp.full((1, 1, 2), float(n)) for n in range(8)], PLAN)
-    last, found = run_steps(PLAN, blocks_of(scales), x, jnp.float32(0.125), states)
-    assert [[leaf.shape for leaf in stack] for stack in found] == [[(1, 1, 2)], [(3, 1, 1, 2)] * 2, [(1, 1, 2)]]
+def test_each_layer_adds_to_its_place_in_its_stacks_states():
+    """The states of a stack are carried whole, one array a layer of the period; `slots.layer` is the place in it."""
+
+    def block(x, scales, context, first, states):
+        after = []
+        for scale, before in zip(scales, states, strict=True):
+            x = jnp.sin(x * scale) + 0.125
+            after.append(before.at[context.slots.layer].add(x[0, 0]))
+        return x, after, {}
+
+    x, number = jnp.ones((1, 1, 2)), jnp.zeros((1, 1), jnp.int32)
+    slots = Slots(number, number, number, number, number[0], jnp.int32(0))
+    blocks = [(block, arrays) for _, arrays in blocks_of(jnp.asarray(SCALES))]
+    states = [[jnp.full((stack.count, 2), float(stack.start))] * stack.period for stack in PLAN]
+    last, found = run_steps(PLAN, blocks, x, Context({}, None, None, slots=slots), states)
     y = x
-    for n in range(8):
-        y = jnp.sin(y * scales[n]) + 0.125
-        leaf = found[0][0] if n < 1 else found[2][0] if n == 7 else found[1][(n - 1) % 2][(n - 1) // 2]
-        np.testing.assert_allclose(leaf, y + n, rtol=1e-6)
+    for n, (stack, position, repeat) in enumerate([(0, 0, 0), *((1, n % 2, n // 2) for n in range(6)), (2, 0, 0)]):
+        y = jnp.sin(y * SCALES[n]) + 0.125
+        np.testing.assert_allclose(found[stack][position][repeat], y[0, 0] + PLAN[stack].start, rtol=1e-6)
     np.testing.assert_allclose(last, y, rtol=1e-6)
 
 
