@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fastjax.lora.few_rows import Addends, adapters_of, flat, served
 from fastjax.lora.norm import PreparedRows
 from fastjax.lora.rank_products import (
     Matrices,
     PartSpec,
+    drops,
     gradients_of_B,
     into_dtypes,
     rank_product_gradients,
@@ -25,6 +27,7 @@ from fastjax.lora.rank_products import (
 from fastjax.lora.units import on_rows, unit
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
+from pallas_kernels import few_rows
 from pallas_kernels.float8 import scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
@@ -66,7 +69,8 @@ def project_heads(
 
 
 def _forward(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Operands):
-    products, rows = (None, None) if arrays.prepared is None else arrays.prepared
+    prepared = arrays.prepared
+    products, rows = (None, None) if prepared is None else (prepared.added(x.dtype), prepared.rows)
     if products is None:
         products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key), "lora")
     lora_B = stacked_B(parts, arrays.matrices, x.dtype)
@@ -77,6 +81,22 @@ def _forward(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Ope
     base = as_weight(arrays.weight).matmul_scaled(x if rows is None else rows)  # pyright: ignore[reportArgumentType]
     turned = on_rows(turn, (base, products, arrays.cos, arrays.sin), (lora_B,))
     return tuple(name_residual(part, "projection") for part in turned), (x, products, arrays)
+
+
+def _few(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Operands):
+    adapters, size, prepared = adapters_of(parts, arrays.matrices), 2 * arrays.cos.shape[-1], arrays.prepared
+    if drops(parts, arrays.key) or (prepared is not None and prepared.rows is not None):
+        return None
+    if size < 32 or size & (size - 1) or not served(x, adapters):
+        return None
+    rows = flat(x)
+    if prepared is not None and isinstance(prepared.products, Addends):
+        products = prepared.products.shares
+    else:
+        products = few_rows.rank_products(rows, adapters)
+    base, angles = as_weight(arrays.weight).addends(rows), (flat(arrays.cos), flat(arrays.sin))
+    turned = few_rows.heads(base, products, adapters, *angles, counts=heads, dtype=x.dtype)
+    return tuple(part.reshape(*x.shape[:-1], -1) for part in turned)
 
 
 def _backward(parts: tuple[PartSpec, ...], heads: tuple[int, int], residuals, gradients):
@@ -105,4 +125,4 @@ def _backward(parts: tuple[PartSpec, ...], heads: tuple[int, int], residuals, gr
     return dx, Operands(dweight, None, None, trained, None, PreparedRows(dproducts, None) if given else None)  # pyright: ignore
 
 
-_unit = unit(_forward, _backward, statics=2)
+_unit = unit(_forward, _backward, statics=2, few=_few)

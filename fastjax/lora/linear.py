@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
+from fastjax.lora.few_rows import adapters_of, flat, served
 from fastjax.lora.params import LoraLinear
 from fastjax.lora.rank_products import (
     Matrices,
     PartSpec,
     add_products,
+    drops,
     into_dtypes,
     product_gradients,
     rank_product_gradients,
@@ -31,6 +33,7 @@ from fastjax.lora.rank_products import (
 from fastjax.lora.units import row_slices, unit
 from fastjax.quantization.weights import WeightLike, as_weight, matmul, rows_of
 from fastjax.residuals import name_residual
+from pallas_kernels import few_rows
 
 
 def project(
@@ -136,6 +139,16 @@ def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     return y, (x, dropped, inner, before if scales else None, weight, matrices, scales, key, residual is not None)
 
 
+def _few(parts, x, residual, dropped, weight, matrices, scales, key):
+    adapters = adapters_of(parts, matrices)
+    if dropped is not None or scales or drops(parts, key) or not served(x, adapters):
+        return None
+    rows, residual = flat(x), None if residual is None else flat(residual)
+    products = few_rows.rank_products(rows, adapters)
+    y = few_rows.add(as_weight(weight).addends(rows), products, adapters, residual, dtype=x.dtype)
+    return y.reshape(*x.shape[:-1], -1)
+
+
 def _backward(parts, residuals, dy):
     x, dropped, inner, before, weight, matrices, scales, key, added = residuals
     dresidual = dy if added else None
@@ -157,7 +170,7 @@ def _backward(parts, residuals, dy):
     return dx, dresidual, dread, as_weight(weight).gradient(dy, x), gradients, dscales, None
 
 
-_unit = unit(_forward, _backward)
+_unit = unit(_forward, _backward, few=_few)
 
 
 def _columns(parts: Sequence[PartSpec], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:

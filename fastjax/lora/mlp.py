@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fastjax.lora.few_rows import Addends, adapters_of, flat, served
 from fastjax.lora.norm import PreparedRows
 from fastjax.lora.rank_products import (
     Matrices,
@@ -36,6 +37,7 @@ from fastjax.quantization.dense import linear
 from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
+from pallas_kernels import few_rows
 from pallas_kernels.float8 import scaled_values
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
@@ -133,6 +135,25 @@ def _forward(block: Block, x, residual, arrays: Operands):
     return y, (x, gate_up, products, product_down, arrays, residual is not None)
 
 
+def _few(block: Block, x, residual, arrays: Operands):
+    inner, down = (adapters_of(parts, arrays.matrices) for parts in (block.parts, (block.down,)))
+    prepared = arrays.prepared
+    if arrays.bias is not None or drops((*block.parts, block.down), arrays.key):
+        return None
+    if (prepared is not None and prepared.rows is not None) or not served(x, inner) or not served(x, down):
+        return None
+    rows, products = flat(x), None
+    if prepared is not None and isinstance(prepared.products, Addends):
+        products = prepared.products.shares
+    elif inner.rank:
+        products = few_rows.rank_products(rows, inner)
+    base, options = as_weight(arrays.gate_up).addends(rows), {"dtype": x.dtype}
+    h, products = few_rows.gate(base, products, inner, down, activation=block.activation, **options)
+    residual = None if residual is None else flat(residual)
+    y = few_rows.add(as_weight(arrays.down).addends(h), products, down, residual, **options)
+    return y.reshape(x.shape)
+
+
 def _backward(block: Block, residuals, dy):
     x, gate_up, products, product_down, arrays, added = residuals
     down, matrices, gradients = block.down, arrays.matrices, {}
@@ -173,7 +194,7 @@ def _backward(block: Block, residuals, dy):
     return dx, dy if added else None, Operands(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, prepared)  # pyright: ignore
 
 
-_unit = unit(_forward, _backward)
+_unit = unit(_forward, _backward, few=_few)
 
 
 def _inner(block: Block, x, arrays: Operands) -> Inner | None:
@@ -182,7 +203,7 @@ def _inner(block: Block, x, arrays: Operands) -> Inner | None:
     if not rank:
         return None
     if arrays.prepared is not None:
-        products = _widened(arrays.prepared.products, len(block.parts), rank)
+        products = _widened(arrays.prepared.added(x.dtype), len(block.parts), rank)
     elif with_adapter(block.parts):
         products = rank_products(block.parts, arrays.matrices, x, arrays.key, rank)
     else:
@@ -231,7 +252,9 @@ def _inner_gradients(block: Block, dx, x, arrays: Operands, dproducts, dB):
         given = None
     else:
         dA = {part.name: jnp.zeros_like(arrays.matrices[part.name][0]) for part in with_adapter(block.parts)}
-        given = PreparedRows(_narrowed(dproducts, len(sizes), arrays.prepared.products.shape[-1] // len(sizes)), None)
+        given = PreparedRows(
+            _narrowed(dproducts, len(sizes), arrays.prepared.added(x.dtype).shape[-1] // len(sizes)), None
+        )
     dB = dB.reshape(len(sizes), -1, dB.shape[-1])
     gradients = {
         part.name: (dA[part.name], dB[number, :, : part.rank] * part.scaling)

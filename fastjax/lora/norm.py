@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from fastjax.lora.few_rows import Addends, adapters_of, flat, served
 from fastjax.lora.rank_products import Matrices, PartSpec, gradients_of_A, padded_A, rank_products, slot
 from fastjax.lora.units import on_rows, unit
 from fastjax.residuals import name_residual
+from pallas_kernels import few_rows
 from pallas_kernels.float8 import Rounded
 from pallas_kernels.rms_norm.lora import Gradients, Normed, rms_norm_lora_backward, rms_norm_lora_round
 from pallas_kernels.rms_norm.xla import forward as rms_norm
@@ -42,8 +44,12 @@ class PreparedRows(NamedTuple):
         rows: they themselves in float8; None: the projection reads them as they are.
     """
 
-    products: Float[Array, "B S PR"]
+    products: Float[Array, "B S PR"] | Addends
     rows: Rounded | None
+
+    def added(self, dtype: jnp.dtype) -> Float[Array, "B S PR"]:
+        """The rank products, where they are addends in this dtype."""
+        return self.products.added(dtype) if isinstance(self.products, Addends) else self.products
 
 
 def normed_products(
@@ -80,6 +86,14 @@ def _forward(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, x,
     return (x, normed, products, rows), (x, weight, rstd, products, matrices)
 
 
+def _few(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, x, weight, matrices: Matrices):
+    adapters = adapters_of(parts, matrices)
+    if rounds or not served(x, adapters):
+        return None
+    normed, shares = few_rows.normed_products(flat(x), weight, adapters, eps=scale.eps, offset=scale.offset)
+    return x, normed.reshape(x.shape), Addends(shares, x.shape[0]), None
+
+
 def _rounded(
     scale: NormConstants, parts: tuple[PartSpec, ...], x, weight, matrices: Matrices
 ) -> tuple[Rounded, Array, Array]:
@@ -110,4 +124,4 @@ def _backward(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, r
     return dx, dweight.astype(weight.dtype), trained
 
 
-_unit = unit(_forward, _backward, statics=3)
+_unit = unit(_forward, _backward, statics=3, few=_few)

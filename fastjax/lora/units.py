@@ -13,17 +13,25 @@ from fastjax.quantization.float8 import row_specs
 from pallas_kernels.float8 import Rounded, Scaled, flat_rows
 
 
-def unit(forward: Callable[..., Any], backward: Callable[..., Any], *, statics: int = 1) -> Callable[..., Any]:
+def unit(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    statics: int = 1,
+    few: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """The first result of a forward pass as a function that is differentiated by a backward pass.
 
     Args:
         forward: (static arguments, arguments) -> the result, and what the backward pass needs.
         backward: (static arguments, what it needs, the result's gradient) -> the arguments' gradients.
         statics: number of static arguments, which come first.
+        few: the result where nothing is differentiated, of a few rows; None where it does not serve.
     """
 
     def result(*arguments: Any) -> Any:
-        return forward(*arguments)[0]
+        y = None if few is None else few(*arguments)
+        return forward(*arguments)[0] if y is None else y
 
     function = jax.custom_vjp(result, nondiff_argnums=tuple(range(statics)))
     function.defvjp(forward, backward)

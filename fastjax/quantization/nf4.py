@@ -93,6 +93,10 @@ class NF4Weight(Weight):
         island = local(product, in_specs=(ROWS, P(), P(), P()), out_specs=ROWS)
         return island(x, self.codes, self.scales(), self.quant_map)
 
+    def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
+        """x·Wᵀ in pieces, where the kernel for a few rows cuts its sums."""
+        return nf4.addends(x, self.codes, self.scales(), quant_map=self.quant_map, **self._layout)
+
     def in_place(self) -> "NF4Weight":
         """The codes, where rows are whole blocks."""
         nowhere = jax.tree.map(lambda _: False, self)

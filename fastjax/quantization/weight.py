@@ -67,6 +67,10 @@ class Weight(abc.ABC):
         """`matmul`, whose reader applies the scales of a product in float8; no gradient flows through it."""
         return self.matmul(x)
 
+    def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
+        """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several."""
+        return self.matmul(x[None])
+
     def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
         """`transposed`, whose reader applies the scales too."""
         return self.transposed(dy)

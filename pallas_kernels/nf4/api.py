@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
 from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL
+from pallas_kernels.nf4.products import fused_addends
 from pallas_kernels.shard_gather import Shared, whole
 from pallas_kernels.transformations import custom_vjp
 
@@ -158,6 +159,36 @@ def matmul(
         quant_map = None
     through = _through("nf4.matmul", weight_dtype, x.dtype)
     return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation)
+
+
+def addends(
+    x: Float[Array, "rows in"],
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    order: str = "split",
+    quant_map: Float[Array, " 16"] | None = None,
+    weight_dtype: DTypeLike | None = None,
+) -> Float[Array, "addends rows out"]:
+    """`matmul` for a reader that makes the last sum: addends in float32, or one in the dtype of x. Not differentiable.
+
+    Args:
+        x: as in `matmul`, one row at least.
+        codes: as there.
+        absmax: as there.
+        shape: as there.
+        order: as there.
+        quant_map: as there.
+        weight_dtype: as there.
+    """
+    _check("nf4.addends", codes, absmax, shape, order, quant_map)
+    weight = {"shape": shape, "order": order}
+    through, own_map = _through("nf4.addends", weight_dtype, x.dtype), quant_map is None or _is_nf4(quant_map)
+    facts = {"dtype": x.dtype, "through": through, "own_map": own_map, "rows": len(x), "gradient": False}
+    if MATMUL.choose(None, **weight, **facts) == "fused":
+        return fused_addends(x, codes, absmax, shape=shape, through=through, gradient=False)
+    return matmul(x, codes, absmax, quant_map=quant_map, weight_dtype=weight_dtype, **weight)[None]
 
 
 @custom_vjp(nondiff_argnums=(4, 5, 6, 7))

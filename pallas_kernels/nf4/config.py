@@ -11,12 +11,43 @@ class MatvecConfig:
     """Block sizes of the product with few rows of x.
 
     Attributes:
-        warpgroups: of a thread block; they share the columns of its rows.
-        ahead: pieces of W that a thread loads in advance, in registers.
+        tiles: of 16 rows of W, that a warp multiplies with the same elements of x.
+        row_warps: warps below each other along the rows of W, a power of two; the others lie along the columns.
+        blocks: of 64 columns that a warp takes of a stage.
+        stages: pieces of W and x in shared memory.
+        warps: of a thread block, a power of two.
+        splits: equal parts that each tile's sum is cut into; several give addends of the product.
     """
 
-    warpgroups: int = 2
-    ahead: int = 1
+    tiles: int = 2
+    row_warps: int = 1
+    blocks: int = 2
+    stages: int = 3
+    warps: int = 8
+    splits: int = 1
+
+    @property
+    def column_warps(self) -> int:
+        """Warps side by side along the columns."""
+        return self.warps // self.row_warps
+
+    @property
+    def rows(self) -> int:
+        """Rows of W in a tile."""
+        return 16 * self.tiles * self.row_warps
+
+    @property
+    def columns(self) -> int:
+        """Columns of a stage, a multiple of MATVEC_GRAIN."""
+        return 64 * self.blocks * self.column_warps
+
+    def stage(self, tokens: int) -> int:
+        """Bytes of a stage: codes, scales and so many rows of x."""
+        return self.rows * self.columns // 16 * 9 + tokens * self.columns * 2
+
+    def sums(self, tokens: int) -> int:
+        """Bytes of the sums that warps hand on to each other."""
+        return self.row_warps * self.tiles * -(-tokens // 8) * (self.column_warps - 1) * 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +98,10 @@ def mosaic_blocks(dtype: DTypeLike) -> int:
 
 MATVEC_ROWS = 32
 """Most rows of x for `matvec`."""
-MATVEC_COLUMNS = 512
-"""`in` is a multiple of it for `matvec`."""
+MATVEC_GRAIN = 256
+"""`in` is a multiple of it for `matvec`: a row of scales is then a multiple of 16 bytes, as cp.async requires."""
+_LEAST_OUT = 128
+"""Fewest rows of W for `matvec`: a tile's."""
 RS_GRAIN = 256
 """`in` is a multiple of it for `matmul_rs`: a row of scales is then a multiple of 16 bytes, as TMA requires."""
 RS_TERMS = 128
@@ -92,8 +125,8 @@ def product_config(
         cores: multiprocessors.
     """
     summed, written = shape if gradient else shape[::-1]
-    if not gradient and rows <= MATVEC_ROWS and summed % MATVEC_COLUMNS == 0:
-        return matvec_config(rows, shape)
+    if not gradient and rows <= MATVEC_ROWS and summed % MATVEC_GRAIN == 0 and written >= _LEAST_OUT:
+        return matvec_config(rows, shape, cores)
     if shape[1] % RS_GRAIN == 0 and summed % RS_TERMS == 0 and written >= _rs(gradient).columns:
         return matmul_rs_config(rows, shape, gradient, cores)
     return None
@@ -104,11 +137,24 @@ def most_rows(gradient: bool) -> int:
     return _MOST_ROWS if gradient else _MOST_ROWS_FORWARD
 
 
-def matvec_config(rows: int, shape: tuple[int, int]) -> MatvecConfig:
-    """Warpgroups that fill the multiprocessors at least twice and leave each about eight pieces of W or more."""
-    if shape[0] >= 8192:
-        return MatvecConfig(warpgroups=1)
-    return MatvecConfig(warpgroups=2, ahead=1 if rows <= 16 else 2)
+def matvec_config(rows: int, shape: tuple[int, int], cores: int) -> MatvecConfig:
+    """Small tiles in equal numbers a multiprocessor up to eight rows; beyond, large ones, whose sums are cut.
+
+    x is read once for each tile: of more rows it is more than W where tiles are small.
+    """
+    out, columns = shape
+    if rows <= 8:
+        tiles = min((3, 2, 1), key=lambda tiles: -(-out // (16 * tiles) // cores) * tiles)
+        return MatvecConfig(tiles=tiles, row_warps=1, blocks=2, stages=3)
+    sizes = MatvecConfig(tiles=4, row_warps=2, blocks=1, stages=4 if rows <= 24 else 3)
+    tiles, steps = -(-out // sizes.rows), -(-columns // sizes.columns)
+
+    def cost(splits: int) -> float:
+        """Time of the busiest multiprocessor and of the sum of the addends, in stages."""
+        own = -(-tiles * splits // cores) * (-(-steps // splits) + 1)
+        return own + (tiles * splits / cores / 2 if splits > 1 else 0)
+
+    return dataclasses.replace(sizes, splits=min(range(1, 9), key=cost))
 
 
 def matmul_rs_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> MatmulRsConfig:

@@ -30,20 +30,29 @@ def fused(
 ) -> Float[Array, "*rows columns"]:
     """X Wᵀ, or x W for the gradient, by the kernel of `config.product_config`; arguments as in `implementations`."""
     del quant_map, order
-    rows, (out, columns) = math.prod(x.shape[:-1]), shape
-    matrix = (
-        x.reshape(rows, x.shape[-1]),
-        whole(codes).reshape(out, columns // 2),
-        absmax.reshape(out, columns // BLOCK),
-    )
-    cores = num_cores()
-    sizes = config.product_config(rows, shape, gradient, cores)
-    if isinstance(sizes, config.MatvecConfig):
-        product = mosaic_sm90.matvec(*matrix, config=sizes, through=through)
-    else:
-        assert sizes is not None
-        product = mosaic_sm90.matmul_rs(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)
+    rows = x.reshape(-1, x.shape[-1])
+    pieces = fused_addends(rows, codes, absmax, shape=shape, through=through, gradient=gradient)
+    product = pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(x.dtype)
     return product.reshape(*x.shape[:-1], product.shape[-1])
+
+
+def fused_addends(
+    x: Float[Array, "rows summed"],
+    codes: UInt8[Array, "..."] | Shared,
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    through: str | None,
+    gradient: bool,
+) -> Float[Array, "addends rows columns"]:
+    """`fused` before its last sum: in float32, or one addend in the dtype of x."""
+    (out, columns), cores = shape, num_cores()
+    matrix = x, whole(codes).reshape(out, columns // 2), absmax.reshape(out, columns // BLOCK)
+    sizes = config.product_config(len(x), shape, gradient, cores)
+    if isinstance(sizes, config.MatvecConfig):
+        return mosaic_sm90.matvec(*matrix, config=sizes, cores=cores)
+    assert sizes is not None
+    return mosaic_sm90.matmul_rs(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)[None]
 
 
 def decode_first(

@@ -55,7 +55,7 @@ def multiply(gradient, rows, shape, dtype, aot):
 
 
 @pytest.mark.exhaustive(
-    "False-16-shape0-bfloat16-128",
+    "False-16-shape0-bfloat16-255",
     "False-64-shape2-float16-168",
     "False-512-shape6-bfloat16-168",
     "True-512-shape7-bfloat16-168",
@@ -63,14 +63,15 @@ def multiply(gradient, rows, shape, dtype, aot):
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, registers",
     [
-        (False, 16, (14336, 4096), "bfloat16", 128),
-        (False, 32, (6144, 4096), "float16", 168),
+        (False, 16, (14336, 4096), "bfloat16", 255),
+        (False, 32, (6144, 4096), "float16", 255),
         (False, 64, BENCHMARK.shape, "float16", 168),
         (True, 16, BENCHMARK.shape, "bfloat16", 168),
         (False, 100, (14336, 4096), "bfloat16", 168),
         (True, 128, (14336, 4096), "float16", 168),
         (False, 512, BENCHMARK.shape, "bfloat16", 168),
         (True, 512, BENCHMARK.shape, "bfloat16", 168),
+        (False, 1, BENCHMARK.shape, "bfloat16", 255),
     ],
 )
 def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, monkeypatch):
@@ -107,7 +108,7 @@ def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, mon
     "rows, shape, dtype, registers",
     [
         (None, BENCHMARK.shape, "bfloat16", 48),
-        (16, (14336, 4096), "float16", 128),
+        (16, (14336, 4096), "float16", 255),
         (512, BENCHMARK.shape, "bfloat16", 168),
         (512, BENCHMARK.shape, "float16", 168),
     ],

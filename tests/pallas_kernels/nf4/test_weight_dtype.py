@@ -97,19 +97,17 @@ def test_products_and_gradients_are_those_of_the_named_values(named, dtype):
 
 
 @pytest.mark.parametrize(("named", "dtype"), TWICE)
-@pytest.mark.parametrize("kernel", ["matvec", pytest.param("matmul_rs", marks=BEHIND_THE_END)])
-def test_kernels_that_decode_as_they_multiply(kernel, named, dtype):
+@BEHIND_THE_END
+def test_the_kernel_that_decodes_as_it_multiplies(named, dtype):
     """Rows with a single 1 pick out decoded weights, to the bit."""
-    shape = {"matvec": (64, 512), "matmul_rs": (128, 512)}[kernel]
+    shape = (128, 512)
     codes, absmax = packed(shape)
     dense = decoded(codes, absmax, named, dtype)
     chosen = np.random.default_rng(0).integers(0, shape[1], 3)
     x = jax.nn.one_hot(chosen, shape[1], dtype=dtype)
-    sizes = {"matvec": config.MatvecConfig(), "matmul_rs": config.MatmulRsConfig(64, 1)}[kernel]
-    options = {} if kernel == "matvec" else {"gradient": False, "cores": 1}
+    options = {"config": config.MatmulRsConfig(64, 1), "gradient": False, "cores": 1}
     with mosaic_interpreter() as interpret:
-        function = getattr(mosaic_sm90, kernel)
-        found = function(x, codes, absmax, config=sizes, through=named, interpret=interpret, **options)
+        found = mosaic_sm90.matmul_rs(x, codes, absmax, through=named, interpret=interpret, **options)
     np.testing.assert_array_equal(np.asarray(found, np.float32), dense[:, chosen].T.astype(np.float32))
 
 

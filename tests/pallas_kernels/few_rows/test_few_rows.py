@@ -1,0 +1,105 @@
+"""The passes for a few rows, interpreted, against sums in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.few_rows import Adapters, triton
+
+# Largest error over largest value: roundings of rank products, of s·B and of the result to bfloat16.
+TOLERANCE = 2**-7
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    return lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def adapters(make, columns, parts, ranks):
+    """Adapters of the parts; rank 0: none."""
+    scalings = tuple(0.5 + number for number in range(len(parts)))
+    lora_A = tuple(make(rank, columns) if rank else None for rank in ranks)
+    lora_B = tuple(make(rows, rank) if rank else None for rows, rank in zip(parts, ranks, strict=True))
+    return Adapters(lora_A, lora_B, parts, scalings)
+
+
+def wide(array):
+    return np.asarray(array, np.float64)
+
+
+def of_parts(own, products):
+    """Products of all parts, 16 columns each, times s·B side by side."""
+    matrices = [np.zeros((rows, 1)) if b is None else wide(b) for rows, b in zip(own.parts, own.lora_B, strict=True)]
+    return np.concatenate(
+        [products[:, 16 * number :][:, : b.shape[1]] @ b.T * own.scalings[number] for number, b in enumerate(matrices)],
+        axis=1,
+    )
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape
+    assert np.abs(wide(actual) - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+def some_products(make, rows, own):
+    """Addends of rank products, 0 where a part's rank ends, and their sum."""
+    columns = np.concatenate([np.arange(16) < (0 if a is None else a.shape[0]) for a in own.lora_A])
+    addends = jnp.where(columns[None, None], make(3, rows, columns.size), 0.0)
+    return addends, wide(addends).sum(0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_norm_and_rank_products(rows):
+    make = arrays(rows)
+    x, weight = make(rows, 512).astype(jnp.bfloat16), make(512)
+    own = adapters(make, 512, (64, 64, 64), (16, 0, 8))
+    normed, addends = triton.normed_products(x, weight, own.lora_A, eps=1e-5, offset=1.0, interpret=True)
+    expected = wide(x) / np.sqrt(np.mean(wide(x) ** 2, axis=1, keepdims=True) + 1e-5) * (wide(weight) + 1.0)
+    close(normed, expected)
+    found = np.split(wide(addends).sum(0), [16, 32, 40], axis=1)
+    close(found[0], wide(normed) @ wide(own.lora_A[0]).T)
+    close(found[2], wide(normed) @ wide(own.lora_A[2]).T)
+    assert not np.any(found[1]) and not np.any(found[3])
+    close(
+        triton.normed_products(x, None, own.lora_A, eps=0.0, offset=0.0, interpret=True)[1].sum(0)[:, :16],
+        wide(x) @ wide(own.lora_A[0]).T,
+    )
+
+
+@pytest.mark.parametrize("rows, count", [(2, 1), (17, 4)])
+def test_add(rows, count):
+    make = arrays(rows)
+    own = adapters(make, 64, (128, 64, 64), (8, 0, 16))
+    base, residual = make(count, rows, 256), make(rows, 256).astype(jnp.bfloat16)
+    addends, products = some_products(make, rows, own)
+    total = triton.add(base, addends, own, residual, dtype=jnp.bfloat16, interpret=True)
+    close(total, wide(base).sum(0) + of_parts(own, products) + wide(residual))
+
+
+@pytest.mark.parametrize("parts", [(256, 128, 128), (512,)])
+def test_heads(parts):
+    make, rows, counts = arrays(1), 5, (4, 2)
+    own = adapters(make, 64, parts, (16,) * len(parts))
+    base, angles = make(2, rows, 512), make(rows, 32)
+    addends, products = some_products(make, rows, own)
+    found = triton.heads(
+        base, addends, own, jnp.cos(angles), jnp.sin(angles), counts=counts, dtype=jnp.bfloat16, interpret=True
+    )
+    whole = (wide(base).sum(0) + of_parts(own, products)).reshape(rows, 8, 64)
+    first, second = whole[..., :32], whole[..., 32:]
+    cos, sin = (wide(function(angles))[:, None] for function in (jnp.cos, jnp.sin))
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+    for part, expected in zip(found, (turned[:, :4], turned[:, 4:6], whole[:, 6:]), strict=True):
+        close(part, expected.reshape(rows, -1))
+
+
+@pytest.mark.parametrize("rows, parts, ranks", [(1, (256, 256), (16, 8)), (16, (512,), (16,)), (4, (256, 256), (0, 0))])
+def test_gate(rows, parts, ranks):
+    make = arrays(rows)
+    own, down = adapters(make, 64, parts, ranks), adapters(make, 256, (64,), (8,))
+    base = make(2, rows, 512)
+    addends, products = some_products(make, rows, own) if any(ranks) else (None, np.zeros((rows, 32)))
+    h, shares = triton.gate(base, addends, own, down, activation="silu", dtype=jnp.bfloat16, interpret=True)
+    gate, up = np.split(wide(base).sum(0) + of_parts(own, products), 2, axis=1)
+    close(h, gate / (1 + np.exp(-gate)) * up)
+    close(shares.sum(0)[:, :8], wide(h) @ wide(down.lora_A[0]).T)
