@@ -111,6 +111,8 @@ def train_on_responses_only(
         raise ConfigError(
             f"train_on_responses_only: expected instruction_part, response_part and num_proc, got {', '.join(unknown)}"
         )
+    if not isinstance(trainer, SFTTrainer):
+        raise ConfigError(f"train_on_responses_only: trainer: expected a SFTTrainer, got a {type(trainer).__name__}")
     first = trainer._first()
     if isinstance(first, TokenRecord):
         raise ConfigError(

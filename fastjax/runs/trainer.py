@@ -1,6 +1,7 @@
 """Training from Python: a model, data in memory or in files, settings made in the program, over the loop of a run."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import check_model
-from fastjax.execution.options import LoadOptions
+from fastjax.execution.options import Length, LoadOptions
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of, value_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
+from fastjax.options import describe, fits
 from fastjax.parallel import MeshShape
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
@@ -50,7 +52,7 @@ Data = str | Path | DataSource | Iterable[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _RunSettings:
-    output: OutputSection | str
+    output: OutputSection | str | os.PathLike[str]
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
@@ -75,6 +77,11 @@ class TrainerSettings(DataOptions, _RunSettings):
         for name, section in sections.items():
             if not isinstance(value := getattr(self, name), section):
                 raise ConfigError(f"settings.{name}: expected a {section.__name__}, got {shown(value, 80)}")
+        if not isinstance(self.output, OutputSection | str | os.PathLike):
+            raise ConfigError(f"settings.output: expected a folder or an OutputSection, got {shown(self.output, 80)}")
+        if not fits(self.max_seq_length, Length | None):
+            length = describe(Length | None)
+            raise ConfigError(f"settings.max_seq_length: expected {length}, got {shown(self.max_seq_length, 80)}")
 
 
 class Event(NamedTuple):
@@ -148,6 +155,8 @@ class Trainer:
             if value is None:
                 raise ConfigError(f"Trainer: {name}: expected one, got none")
         assert settings is not None and tokenizer is not None
+        if not isinstance(settings, TrainerSettings):
+            raise ConfigError(f"Trainer: settings: expected TrainerSettings, got a {type(settings).__name__}")
         self.handle, self._settings, self._tokenizer = handle_of(model), settings, tokenizer
         if jax.process_count() > 1:
             raise ConfigError(f"Trainer: expected one process, got {jax.process_count()}; use fastjax launch")
@@ -302,7 +311,9 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
     if model.lora is not None:
         known = {field.name for field in dataclasses.fields(LoraSection)}
         lora = LoraSection(**{key: value for key, value in dataclasses.asdict(model.lora).items() if key in known})
-    output = settings.output if isinstance(settings.output, OutputSection) else OutputSection(settings.output)
+    output = settings.output
+    if not isinstance(output, OutputSection):
+        output = OutputSection(os.fspath(output))
     data = DataSection(
         **paths, **{field.name: getattr(settings, field.name) for field in dataclasses.fields(DataOptions)}
     )

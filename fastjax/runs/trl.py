@@ -134,6 +134,9 @@ class SharedArguments:
                 raise ConfigError(f"{config}: {name}: expected none{served}, got {value!r}; use {instead}")
             if name not in ONLY and name not in NOT_NEEDED:
                 raise ConfigError(f"{config}: {name}: expected a name of {config}, got an unknown one")
+        for name in ("max_steps", "warmup_steps"):
+            if not isinstance(value := getattr(self, name), int | float):
+                raise ConfigError(f"{config}: {name}: expected a number, got {value!r}")
         losses = {"loss_type": self.losses} if hasattr(self, "loss_type") else {}
         for name, known in {**losses, **self.choices}.items():
             if (value := getattr(self, name)) not in tuple(known):

@@ -230,6 +230,7 @@ def test_what_is_learnt_is_what_it_is_there(loaded, given, loss_on, expected):
             r"packing_strategy: expected none or 'bfd', .* use TrainerSettings\(too_long",
         ),
         ({"bogus": 1}, "SFTConfig: bogus: expected a name of SFTConfig, got an unknown one"),
+        ({"max_steps": "ten"}, "SFTConfig: max_steps: expected a number, got 'ten'"),
         ({"optim": "sgd"}, "SFTConfig: optim: expected one of adamw_torch, .* got 'sgd'"),
         ({"save_strategy": "best"}, "SFTConfig: save_strategy: expected one of no, steps, epoch, got 'best'"),
         (
@@ -243,6 +244,8 @@ def test_names_that_are_not_served(loaded, others, message):
         SFTTrainer(loaded[0], train_dataset=rows(1), **others)
     with pytest.raises(ConfigError, match=message):
         SFTConfig(**others).settings(loaded[0], True)
+    with pytest.raises(ConfigError, match="trainer: expected a SFTTrainer, got a ModelHandle"):
+        train_on_responses_only(loaded[0])
     with pytest.raises(ConfigError, match="save_method: expected one of merged_16bit, .*, lora, got merged_8bit"):
         loaded[0].save_pretrained_merged("nowhere", save_method="merged_8bit")
     with pytest.raises(ConfigError, match="loftq_config: expected None"):

@@ -178,6 +178,7 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
         ({"model": base, "train_dataset": rows()}, ConfigError, "model: expected one with an adapter"),
         ({"model": "a folder"}, ConfigError, "model: expected one that FastLanguageModel has loaded, got a str"),
         ({}, ConfigError, "train_dataset: expected one, got none"),
+        ({"train_dataset": rows(), "settings": {}}, ConfigError, "settings: expected TrainerSettings, got a dict"),
         (
             {"train_dataset": 3},
             ConfigError,
@@ -191,8 +192,14 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
         Trainer(model, train_dataset=[rows()[0], {"other": 1}], settings=plain, console=quiet()).train()
     with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval or data\.val_set_size with it"):
         Trainer(model, train_dataset=rows(), settings=settings(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=r"settings\.training: expected a TrainingSection, got 3"):
-        TrainerSettings("out", 3)
+    for wrong, message in (
+        ({"training": 3}, r"settings\.training: expected a TrainingSection, got 3"),
+        ({"output": None}, r"settings\.output: expected a folder or an OutputSection, got None"),
+        ({"max_seq_length": "a"}, r"settings\.max_seq_length: expected an integer from 2 to \d+ or null, got 'a'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TrainerSettings(**({"output": tmp_path} | wrong))
+    assert Trainer(model, None, rows(), settings=TrainerSettings(tmp_path)).config.output.output_dir == str(tmp_path)
     for wrong, message in (
         ({"optimizer": "adamw"}, "optimizer: expected one of optax, alone or with its schedule, got 'adamw'"),
         ({"optimizer": (optax.adam(1e-3), 1e-3)}, "optimizer: expected one of optax, alone or with its schedule"),
