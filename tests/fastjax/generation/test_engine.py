@@ -86,7 +86,7 @@ def test_rows_that_come_and_go_answer_as_alone():
     assert engine._pages.free == 13 and sorted(engine._free) == [0, 1, 2]
 
 
-@pytest.mark.exhaustive(*(family for family in FAMILIES if family not in ("gemma3_text", "gpt_oss")))
+@pytest.mark.exhaustive("gemma3_text", "gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path):
     config = FAMILIES[family]
@@ -185,7 +185,7 @@ def test_a_cache_in_float8_changes_a_little():
         answer = tokens_of(pieces)
         told = np.asarray([value for piece in pieces for value in piece.log_probs])
         change = np.abs(told - whole_passes(model(), prompt, answer)[np.arange(len(answer)), answer])
-        assert 1e-4 < change.max() < 1.0 and change.mean() < 0.2, change
+        assert 1e-3 < change.max() < 1.0 and change.mean() < 0.4, change
 
 
 def test_nothing_compiles_after_the_first_requests(caplog):
