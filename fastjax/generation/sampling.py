@@ -8,13 +8,14 @@ The order is that of transformers: bias, penalties, temperature, top-k, top-p, m
 the model's own logits, before all of these.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from fastjax.generation.filters import kept
 from fastjax.generation.options import MAX_BIAS, MAX_BIASES, MAX_LIKELIEST, GenerationOptions
@@ -41,7 +42,8 @@ class Sampling(NamedTuple):
         seeds: uint32, of the random numbers.
         choices: uint32, number of the answer among those of one prompt, which draw different numbers.
         bias_ids: int32, tokens with a bias; -1: none.
-        bias: float32, added to their logits; 0: none; -inf bans a token, inf bans all tokens that do not have it.
+        bias: float32, added to their logits, the first one 0 if there is none; -inf bans a token, inf bans all tokens
+            that do not have it.
         wanted: int32, how many of the likeliest tokens are told; 0: none.
     """
 
@@ -88,7 +90,8 @@ def host_arrays(options: Sequence[GenerationOptions], choices: Sequence[int], vo
     rows = len(options)
     bias_ids, bias = np.full((rows, MAX_BIASES), -1, np.int32), np.zeros((rows, MAX_BIASES), np.float32)
     for row, one in enumerate(options):
-        for place, (token, value) in enumerate(one.logit_bias.items()):
+        asked = ((token, value) for token, value in one.logit_bias.items() if abs(value) >= _TINY)
+        for place, (token, value) in enumerate(asked):
             bias_ids[row, place] = token
             bias[row, place] = value if abs(value) < MAX_BIAS else np.copysign(np.inf, value)
 
@@ -121,23 +124,29 @@ def pick(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[Array, "W V"
             answer so far.
         numbers: int32, of the token in its answer, from 0.
     """
-    repetition = jnp.where(sampling.repetition == 0, 1.0, sampling.repetition)
-    sampling = sampling._replace(repetition=repetition)
-    biased = jnp.any(sampling.bias != 0)
-    penalized = jnp.any((repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0))
-    drawn, told = jnp.any(sampling.temperature >= _TINY), jnp.any(sampling.wanted > 0)
-    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    sampling = sampling._replace(repetition=jnp.where(sampling.repetition == 0, 1.0, sampling.repetition))
+    biased, penalized, drawn, told = _asked(sampling)
+    likeliest = _argmax(logits)
+    top = _at(logits, likeliest)
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top), axis=-1, keepdims=True))
+
+    def unchanged() -> Array:
+        return _choose(logits, likeliest, sampling, numbers)
 
     def changed() -> Array:
         wide = logits.astype(jnp.float32)
         wide = jax.lax.cond(biased, lambda: _with_bias(wide, sampling), lambda: wide)
         wide = jax.lax.cond(penalized, lambda: _with_penalties(wide, sampling, seen), lambda: wide)
-        return _choose(wide, sampling, numbers)
+        return _choose(wide, _argmax(wide), sampling, numbers)
 
-    def asked() -> tuple[Array, Array, Array]:
+    def by_settings() -> tuple[Array, Array, Array]:
         # Logits that nothing changes are read as they are: a branch that gave them back would copy them.
-        tokens = jax.lax.cond(biased | penalized, changed, lambda: _choose(logits, sampling, numbers))
-        return tokens, *jax.lax.cond(told, lambda: _likeliest(logits, total), nothing)
+        tokens = jax.lax.cond(biased | penalized, changed, unchanged)
+        return tokens, *jax.lax.cond(told, best, nothing)
+
+    def best() -> tuple[Array, Array]:
+        ids, values = _likeliest(logits)
+        return ids, values - top - log_sum
 
     def nothing() -> tuple[Array, Array]:
         shape = (len(logits), MAX_LIKELIEST)
@@ -145,9 +154,17 @@ def pick(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[Array, "W V"
 
     # One question where the answer is mostly no: a GPU waits for the host at each.
     anything = biased | penalized | drawn | told
-    tokens, ids, likeliest = jax.lax.cond(anything, asked, lambda: (_argmax(logits), *nothing()))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0].astype(jnp.float32)
-    return Picked(tokens, chosen - total, ids, likeliest)
+    tokens, ids, log_probs = jax.lax.cond(anything, by_settings, lambda: (likeliest, *nothing()))
+    return Picked(tokens, (_at(logits, tokens) - top - log_sum)[:, 0], ids, log_probs)
+
+
+def _asked(sampling: Sampling) -> tuple[Bool[Array, ""], ...]:
+    """Whether any row asks for a bias, for a penalty, for a token by chance, and for the likeliest tokens."""
+    penalties = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    rows = (sampling.bias[:, 0] != 0, penalties, sampling.temperature >= _TINY, sampling.wanted > 0)
+    bits = [row.astype(jnp.int32) << place for place, row in enumerate(rows)]
+    all_bits = jax.lax.reduce_or(functools.reduce(jnp.bitwise_or, bits), axes=(0,))  # one kernel for all four
+    return tuple(all_bits & (1 << place) != 0 for place in range(len(rows)))
 
 
 def _with_bias(logits: Float[Array, "W V"], sampling: Sampling) -> Float[Array, "W V"]:
@@ -170,14 +187,15 @@ def _with_penalties(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[A
     return jnp.where(seen != 0, repeated, logits) - penalty
 
 
-def _choose(logits: Float[Array, "W V"], sampling: Sampling, numbers: Int[Array, "W"]) -> Int[Array, "W"]:
-    """A token of each row by logits with biases and penalties."""
-    likeliest = _argmax(logits)
+def _choose(
+    logits: Float[Array, "W V"], likeliest: Int[Array, "W"], sampling: Sampling, numbers: Int[Array, "W"]
+) -> Int[Array, "W"]:
+    """A token of each row by logits with biases and penalties, and the likeliest by these."""
     drawn = sampling.temperature >= _TINY
 
     def draw() -> Array:
         temperature = jnp.where(drawn, sampling.temperature, 1.0)[:, None]
-        top = jnp.take_along_axis(logits, likeliest[:, None], axis=-1).astype(jnp.float32)
+        top = _at(logits, likeliest)
 
         def scaled(wide: Array) -> Array:
             return (wide - top) / temperature  # at most 0: nothing overflows
@@ -196,6 +214,11 @@ def _argmax(logits: Float[Array, "W V"]) -> Int[Array, "W"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def _at(logits: Float[Array, "W V"], tokens: Int[Array, "W"]) -> Float[Array, "W 1"]:
+    """The tokens' logits in float32."""
+    return jnp.take_along_axis(logits, tokens[:, None], axis=-1).astype(jnp.float32)
+
+
 def _gumbel(sampling: Sampling, numbers: Int[Array, "W"], words: int) -> Float[Array, "W V"]:
     """Noise of each row's tokens: the largest sum of logit and noise has the probabilities of softmax."""
 
@@ -209,16 +232,10 @@ def _gumbel(sampling: Sampling, numbers: Int[Array, "W"], words: int) -> Float[A
     return -jnp.log(-jnp.log1p(-uniform))
 
 
-def _likeliest(
-    logits: Float[Array, "W V"], total: Float[Array, "W"]
-) -> tuple[Int[Array, "W 20"], Float[Array, "W 20"]]:
-    """The likeliest tokens and their log-probabilities, as `Picked` has them.
+def _likeliest(logits: Float[Array, "W V"]) -> tuple[Int[Array, "W 20"], Float[Array, "W 20"]]:
+    """The likeliest tokens, as `Picked` has them, and their logits.
 
     The k largest of all stand in the k blocks of words whose largest are the largest: only those are sorted.
-
-    Args:
-        logits: of the model.
-        total: logarithm of the sum of their exponentials.
     """
     rows, words = logits.shape
     blocks = jnp.pad(logits, ((0, 0), (0, -words % _BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, _BLOCK)
@@ -228,4 +245,4 @@ def _likeliest(
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).astype(jnp.float32).reshape(rows, -1)
     values, places = jax.lax.top_k(candidates, MAX_LIKELIEST)
     ids = jnp.take_along_axis(chosen, places // _BLOCK, axis=-1) * _BLOCK + places % _BLOCK
-    return jnp.where(values > -jnp.inf, ids, -1), values - total[:, None]
+    return jnp.where(values > -jnp.inf, ids, -1), values
