@@ -99,10 +99,8 @@ class _Automaton:
             self._back.append(self._next(self._back[-1], text[end]))
 
     def read(self, character: str) -> None:
-        """Take the next character."""
-        if self.matched == len(self.text):
-            self.matched = self._back[-1]
-        self.matched = self._next(self.matched, character)
+        """Take the next character. After a match the search begins anew: no later one counts."""
+        self.matched = self._next(0 if self.complete else self.matched, character)
         self.complete = self.matched == len(self.text)
 
     def _next(self, matched: int, character: str) -> int:

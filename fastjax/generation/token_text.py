@@ -105,7 +105,7 @@ class _Pieces:
 
     def __init__(self, backend: "Tokenizer", *, byte_tokens: bool):
         self._backend, self._byte_tokens = backend, byte_tokens
-        self._before: list[int] = []  # the last token that has text
+        self._before: list[int] = []  # the last token
         self._run: list[int] = []  # byte tokens
         self._values: dict[int, int] = {}  # number of such a token in the answer -> its byte
         self.starts: list[int] = []
@@ -145,8 +145,7 @@ class _Pieces:
         """The text that tokens add to that of the token before."""
         before = self._backend.decode(self._before, skip_special_tokens=False)
         text = self._backend.decode([*self._before, *tokens], skip_special_tokens=False)[len(before) :]
-        if text or not self._before:
-            self._before = tokens[-1:]
+        self._before = tokens[-1:]
         self.length += len(text)
         return text
 

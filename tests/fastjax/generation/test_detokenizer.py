@@ -104,6 +104,22 @@ def test_a_run_of_byte_tokens_is_sent_when_it_has_ended():
     assert detokenizer.add(ids[:4]) + detokenizer.finish() == tokenizer.decode(ids[:4]) == BROKEN * 4
 
 
+@pytest.mark.parametrize(
+    ("data", "stop", "text", "kept", "through"),
+    [
+        ("漢字".encode(), "字", "漢", 3, 6),
+        ("漢字".encode(), " the", "漢字", 6, 7),
+        (b"\xbd\xbd", f"{BROKEN} t", BROKEN, 1, 3),
+    ],
+)
+def test_a_stop_in_a_run_of_byte_tokens(data, stop, text, kept, through):
+    tokenizer = tokenizer_of("byte fallback")
+    ids = tokenizer.convert_tokens_to_ids([*(f"<0x{byte:02X}>" for byte in data), "▁the"])
+    detokenizer = Detokenizer(tokenizer, [stop])
+    assert detokenizer.add(ids) == text
+    assert (detokenizer.tokens, detokenizer.stopped) == (kept, Stopped(stop, through))
+
+
 def test_spaces_at_the_beginning_and_behind_a_control_token():
     tokenizer = tokenizer_of("byte fallback, stripped")
     the, control = tokenizer.convert_tokens_to_ids(["▁the", "<|im_start|>"])
@@ -190,6 +206,8 @@ def test_a_stop_may_name_special_tokens():
     detokenizer = Detokenizer(tokenizer, ["<|im_end|> ans"])
     assert detokenizer.add([the, end, the, answer]) + detokenizer.finish() == "thethe answer"
     assert detokenizer.tokens == 4
+    detokenizer = Detokenizer(tokenizer, ["sw"])
+    assert detokenizer.add([the, end, answer]) == "the an" and detokenizer.tokens == 3
 
 
 def test_a_long_stop_and_a_long_answer_cost_no_more_a_token():

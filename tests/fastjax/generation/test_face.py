@@ -99,7 +99,7 @@ def test_inputs_in_all_their_places(engines):
 
 def test_a_stop_string_ends_ids_with_the_token_that_completes_it(monkeypatch):
     said = ids("is the user asked the the the")
-    engines = fake_engine.install(monkeypatch, lambda prompt: said)
+    engines = fake_engine.install(monkeypatch, lambda prompt: said, 5)
     model = fake_engine.model()
     found = face.generate(model, [[40]], stop_strings="e us", tokenizer=model.tokenizer).tolist()
     assert found == [[40, *said[:3]]] and TOKENIZER.decode(said[:3]) == "is the user"

@@ -131,6 +131,8 @@ def test_a_stream_gives_pieces_and_closing_it_ends_the_row(engines):
     assert "the answer is".startswith(next(growing)) and engines[-1].cancelled == []
     growing.close()
     assert engines[-1].cancelled == [(11, 0)]
+    said = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("the user asked",)))
+    assert "".join(said) == "the answer is: the user"
     said = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("the user",)))
     assert "".join(said) == "the answer is: "
     with pytest.raises(ConfigError, match="n: expected 1 answer to stream, got 2"):
