@@ -37,6 +37,10 @@ class Piece:
     finish_reason: str | None = None
     stop_token: int | None = None
 
+    def numbered(self, request: int) -> "Piece":
+        """The piece of a request that has another number elsewhere."""
+        return dataclasses.replace(self, request=request)
+
 
 @dataclasses.dataclass(eq=False)
 class Choice:

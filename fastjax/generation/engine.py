@@ -238,13 +238,13 @@ class Engine:
             return entries, [min(left, CHUNK), *[left + first.entered] * (len(entries) - 1)], False
         entries, room = [], CHUNK
         for one in self._entering:
-            alone = one.source is None
-            if len(entries) == self._most_entries or (not alone and one.source not in entries):
+            if one.source is not None:
+                continue
+            group = [one, *(other for other in self._entering if other.source is one)]
+            if len(entries) + len(group) > self._most_entries or len(one.prompt) > room:
                 break
-            if alone and len(one.prompt) > room:
-                break
-            entries.append(one)
-            room -= len(one.prompt) if alone else 0
+            entries += group
+            room -= len(one.prompt)
         return entries, [len(one.prompt) for one in entries], True
 
     def _arrays(self, entries: list[Choice], taken: list[int], width: int) -> Prompts:

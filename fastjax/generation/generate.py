@@ -10,6 +10,7 @@ import numpy as np
 
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.engine import PAGE, WIDTHS, Engine
+from fastjax.generation.engines import Engines, whole_on
 from fastjax.generation.options import GenerationOptions
 from fastjax.models.caching import empty_states
 
@@ -58,8 +59,10 @@ def seeded(options: GenerationOptions, place: int) -> GenerationOptions:
     return dataclasses.replace(options, seed=int(seed) >> 1)
 
 
-def engine_for(model: LanguageModel, lengths: Sequence[int], options: GenerationOptions) -> Engine:
+def engine_for(model: LanguageModel, lengths: Sequence[int], options: GenerationOptions) -> Engine | Engines:
     """An engine with room for prompts and their answers, or for as many at a time as the memory holds.
+
+    A model that several devices have whole answers on all of them.
 
     Its sizes are rounded up, so that most calls have programs that another has compiled.
 
@@ -68,18 +71,20 @@ def engine_for(model: LanguageModel, lengths: Sequence[int], options: Generation
         lengths: tokens of each prompt.
         options: of the answers.
     """
-    answers = max(1, len(lengths) * options.n)
+    devices = whole_on(model)
+    answers = max(1, -(-len(lengths) * options.n // max(1, len(devices))))
     rows = next((each for each in WIDTHS if each >= min(answers, _ROWS)), _ROWS)
     longest = max(lengths, default=1) + options.max_new_tokens
     length = min(max(PAGE, 1 << math.ceil(math.log2(max(longest, 1)))), model.max_seq_length)
     width = -(-length // PAGE)
     room = _room() // max(1, bytes_of_a_token(model) * PAGE)
     pages = min(width * rows, max(width, 1 << max(0, int(math.log2(max(room, 1))))))
-    return Engine(model, rows=rows, tokens=pages * PAGE, max_length=length)
+    settings = {"rows": rows, "tokens": pages * PAGE, "max_length": length}
+    return Engines(model, devices, **settings) if devices else Engine(model, **settings)
 
 
 def bytes_of_a_token(model: LanguageModel) -> int:
-    """Bytes that the layers keep of a token, in the dtype of the computation; of several devices on each."""
+    """Bytes that the layers keep of a token, in the dtype of the computation."""
     decoder = model.module()
     states = jax.eval_shape(lambda: empty_states(decoder, 1, (2, 1)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states)) // 2

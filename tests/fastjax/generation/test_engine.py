@@ -6,12 +6,16 @@ import logging
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fastjax.errors import ConfigError
 from fastjax.generation import engine as engine_module
 from fastjax.generation.engine import Engine
+from fastjax.generation.engines import Engines, whole_on
 from fastjax.generation.generate import generate
 from fastjax.generation.options import GenerationOptions
+from fastjax.parallel import make_mesh
 from tests.support import tiny
 from tests.support.families import CONFIGS, MIXTURES
 
@@ -124,6 +128,46 @@ def test_answers_beyond_the_rows_wait_for_them():
     engine = Engine(model(), rows=2, steps=4)
     found = collected(engine, [(prompts()[0], GenerationOptions(max_new_tokens=6, n=5))])
     assert [tokens_of(pieces) for pieces in found[0]] == generate(model(), [prompts()[0]], max_new_tokens=6) * 5
+
+
+def test_many_answers_and_many_prompts_come_in_together(monkeypatch):
+    """A prompt's answers begin in one call, though others leave too little room for them in the first one."""
+    monkeypatch.setattr(engine_module, "ENTRIES", 3)
+    requests = [(prompts()[place], GenerationOptions(max_new_tokens=4, n=n)) for place, n in ((0, 1), (1, 1), (3, 3))]
+    found = collected(Engine(model(), rows=8, steps=4), requests)
+    expected = generate(model(), [prompt for prompt, _ in requests], max_new_tokens=4)
+    for answers, one in zip(found, expected, strict=True):
+        assert [tokens_of(pieces) for pieces in answers] == [one] * len(answers)
+
+
+def test_several_devices_answer_as_one():
+    devices = jax.devices()[:3]
+    engines = Engines(model(adapter=True), devices, rows=2, steps=4)
+    assert [engine._state.rows.lengths.devices() for engine in engines.engines] == [{each} for each in devices]
+    requests = [(prompt, GenerationOptions(max_new_tokens=6, n=2)) for prompt in prompts()[:4]]
+    found = collected(engines, requests)
+    expected = generate(model(adapter=True), prompts()[:4], max_new_tokens=6)
+    for answers, one in zip(found, expected, strict=True):
+        assert [tokens_of(pieces) for pieces in answers] == [one] * 2
+    assert engines._left == [0, 0, 0] and not engines.busy
+    for twice in ([], [devices[0], devices[0]]):
+        with pytest.raises(ConfigError, match="devices: expected devices, each once"):
+            Engines(model(), twice)
+
+
+def test_a_model_on_all_devices_answers_on_all_of_them():
+    """And one whose arrays are split over them answers as well."""
+    mesh = make_mesh(data=2, fsdp=2)
+    everywhere = jax.device_put((model().trainable, model().frozen), NamedSharding(mesh, P()))
+    copied = model().replace(trainable=everywhere[0], frozen=everywhere[1])
+    assert len(whole_on(copied)) == 4 and whole_on(model()) == []
+    expected = generate(model(), prompts()[:3], max_new_tokens=5)
+    assert generate(copied, prompts()[:3], max_new_tokens=5) == expected
+    split = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("fsdp") if leaf.shape[0] % 2 == 0 else P())),
+        model().frozen,
+    )
+    assert generate(model().replace(frozen=split), prompts()[:3], max_new_tokens=5) == expected
 
 
 def test_sampled_answers_need_no_neighbours():

@@ -1,0 +1,135 @@
+"""Several devices that answer requests, each with the whole model and a cache of its own (data parallelism).
+
+Answers need nothing of each other, so the devices need nothing of each other either: a request goes to the device with
+the least to do, and all of them step at once.
+"""
+
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from convert.errors import shown
+from fastjax.errors import ConfigError
+from fastjax.execution.language_model import LanguageModel
+from fastjax.generation.choices import Piece
+from fastjax.generation.engine import Engine
+from fastjax.generation.options import GenerationOptions
+
+
+class Engines:
+    """An `Engine` on each device, as one."""
+
+    def __init__(self, model: LanguageModel, devices: Sequence[jax.Device], **settings: Any):
+        """Put the model on the devices that do not have it, and set caches aside.
+
+        Args:
+            model: with or without an adapter.
+            devices: GPUs of this process, each once.
+            settings: of each engine, as `Engine` takes them.
+
+        Raises:
+            ConfigError: no device, one twice, or what `Engine` refuses.
+        """
+        if not devices or len(set(devices)) < len(devices):
+            raise ConfigError(f"devices: expected devices, each once, got {shown([str(each) for each in devices])}")
+        self.engines: list[Engine] = []
+        for device in devices:
+            with jax.default_device(device):  # of the cache
+                self.engines.append(Engine(_on_device(model, device), **settings))
+        self._pool = concurrent.futures.ThreadPoolExecutor(len(devices), thread_name_prefix="engine")
+        self._left = [0] * len(devices)
+        self._requests: dict[int, tuple[int, int, int]] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._answers: dict[int, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is waited for."""
+        return any(engine.busy for engine in self.engines)
+
+    def add(self, prompt: Sequence[int], options: GenerationOptions | None = None) -> int:
+        """Ask for answers to a prompt, as `Engine.add`.
+
+        Args:
+            prompt: token ids, at least one.
+            options: of the answers.
+
+        Returns:
+            The request's number.
+
+        Raises:
+            ConfigError: as `Engine.add`.
+        """
+        options = GenerationOptions() if options is None else options
+        place = min(range(len(self.engines)), key=self._left.__getitem__)
+        own = self.engines[place].add(prompt, options)
+        number = len(self._requests) + 1
+        cost = options.n * (len(prompt) // 16 + options.max_new_tokens)  # a token of a prompt takes less time
+        self._left[place] += cost
+        self._requests[number], self._numbers[place, own] = (place, own, cost), number
+        self._answers[number] = options.n
+        return number
+
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """End a request's answers, as `Engine.cancel`.
+
+        Args:
+            request: its number.
+            choice: one of its answers; None: all.
+        """
+        place, own, _ = self._requests[request]
+        self.engines[place].cancel(own, choice)
+
+    def warm_up(self) -> None:
+        """Compile every program that requests may need, on all devices at once."""
+        list(self._pool.map(Engine.warm_up, self.engines))
+
+    def run(self) -> Iterator[Piece]:
+        """What comes, until all requests are answered."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[Piece]:
+        """A step of every device that has something to do.
+
+        Returns:
+            What came.
+        """
+        working = [place for place, engine in enumerate(self.engines) if engine.busy]
+        steps = self._pool.map(lambda place: self.engines[place].step(), working)
+        return [self._numbered(place, piece) for place, pieces in zip(working, steps, strict=True) for piece in pieces]
+
+    def _numbered(self, place: int, piece: Piece) -> Piece:
+        number = self._numbers[place, piece.request]
+        if piece.finish_reason is not None:
+            self._answers[number] -= 1
+            if not self._answers[number]:
+                self._left[place] -= self._requests[number][2]
+        return piece.numbered(number)
+
+
+def whole_on(model: LanguageModel) -> list[jax.Device]:
+    """The devices that have all of a model's arrays, if these are several of this process; else none.
+
+    Args:
+        model: any.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves((model.trainable, model.frozen)) if isinstance(leaf, jax.Array)]
+    if not leaves or not all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in leaves):
+        return []
+    common = set.intersection(*(set(leaf.devices()) for leaf in leaves))
+    return sorted(common, key=lambda device: device.id) if len(common) > 1 else []
+
+
+def _on_device(model: LanguageModel, device: jax.Device) -> LanguageModel:
+    """A model whose arrays lie on one device; those that it has already are not copied."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        here = [shard.data for shard in leaf.addressable_shards if shard.device == device]
+        return here[0] if leaf.is_fully_replicated and here else jax.device_put(leaf, device)
+
+    return model.replace(trainable=jax.tree.map(own, model.trainable), frozen=jax.tree.map(own, model.frozen))
