@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastjax.generation.choices import Piece
 from fastjax.generation.detokenizer import Detokenizer
-from fastjax.generation.engine import Engine
+from fastjax.generation.engines import AnyEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class GrowingAnswer:
         )
 
 
-def grown(engine: Engine, answers: Mapping[int, Sequence[GrowingAnswer]]) -> Generator[tuple[GrowingAnswer, str]]:
+def grown(engine: AnyEngine, answers: Mapping[int, Sequence[GrowingAnswer]]) -> Generator[tuple[GrowingAnswer, str]]:
     """Let an engine generate answers to their ends.
 
     Args:

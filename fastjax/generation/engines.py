@@ -21,7 +21,7 @@ from fastjax.generation.options import GenerationOptions
 class Engines:
     """An `Engine` on each device, as one."""
 
-    def __init__(self, model: LanguageModel, devices: Sequence[jax.Device], **settings: Any):
+    def __init__(self, model: LanguageModel, devices: Sequence[Any], **settings: Any):
         """Put the model on the devices that do not have it, and set caches aside.
 
         Args:
@@ -110,7 +110,7 @@ class Engines:
         return piece.numbered(number)
 
 
-def whole_on(model: LanguageModel) -> list[jax.Device]:
+def whole_on(model: LanguageModel) -> list[Any]:
     """The devices that have all of a model's arrays, if these are several of this process; else none.
 
     Args:
@@ -123,7 +123,7 @@ def whole_on(model: LanguageModel) -> list[jax.Device]:
     return sorted(common, key=lambda device: device.id) if len(common) > 1 else []
 
 
-def _on_device(model: LanguageModel, device: jax.Device) -> LanguageModel:
+def _on_device(model: LanguageModel, device: Any) -> LanguageModel:
     """A model whose arrays lie on one device; those that it has already are not copied."""
 
     def own(leaf: Any) -> Any:
@@ -133,3 +133,7 @@ def _on_device(model: LanguageModel, device: jax.Device) -> LanguageModel:
         return here[0] if leaf.is_fully_replicated and here else jax.device_put(leaf, device)
 
     return model.replace(trainable=jax.tree.map(own, model.trainable), frozen=jax.tree.map(own, model.frozen))
+
+
+#: What answers requests.
+AnyEngine = Engine | Engines

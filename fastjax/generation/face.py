@@ -14,7 +14,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation import text
 from fastjax.generation.answers import GrowingAnswer, grown
-from fastjax.generation.engine import Engine
+from fastjax.generation.engines import AnyEngine
 from fastjax.generation.prompts import Prompt, Reading, encode_prompts
 from fastjax.generation.text import ask, with_ends
 from fastjax.generation.token_arrays import are_token_ids, like, on_host, prompt_rows, with_answers
@@ -170,7 +170,7 @@ def _check_streamed(asked: Mapping[int, Sequence[GrowingAnswer]]) -> None:
 
 
 def _generated(
-    engine: Engine, asked: Mapping[int, Sequence[GrowingAnswer]], streamer: Any, given: Any
+    engine: AnyEngine, asked: Mapping[int, Sequence[GrowingAnswer]], streamer: Any, given: Any
 ) -> list[GrowingAnswer]:
     """The answers once they have ended; a streamer gets each token on the way, in the kind of ids that were given."""
     told = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.engine import PAGE, WIDTHS, Engine
-from fastjax.generation.engines import Engines, whole_on
+from fastjax.generation.engines import AnyEngine, Engines, whole_on
 from fastjax.generation.options import GenerationOptions
 from fastjax.models.caching import empty_states
 
@@ -59,7 +59,7 @@ def seeded(options: GenerationOptions, place: int) -> GenerationOptions:
     return dataclasses.replace(options, seed=int(seed) >> 1)
 
 
-def engine_for(model: LanguageModel, lengths: Sequence[int], options: GenerationOptions) -> Engine | Engines:
+def engine_for(model: LanguageModel, lengths: Sequence[int], options: GenerationOptions) -> AnyEngine:
     """An engine with room for prompts and their answers, or for as many at a time as the memory holds.
 
     A model that several devices have whole answers on all of them.
@@ -79,7 +79,7 @@ def engine_for(model: LanguageModel, lengths: Sequence[int], options: Generation
     width = -(-length // PAGE)
     room = _room() // max(1, bytes_of_a_token(model) * PAGE)
     pages = min(width * rows, max(width, 1 << max(0, int(math.log2(max(room, 1))))))
-    settings = {"rows": rows, "tokens": pages * PAGE, "max_length": length}
+    settings: dict[str, Any] = {"rows": rows, "tokens": pages * PAGE, "max_length": length}
     return Engines(model, devices, **settings) if devices else Engine(model, **settings)
 
 

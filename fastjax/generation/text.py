@@ -10,7 +10,7 @@ from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.answers import Answer, GrowingAnswer, grown
-from fastjax.generation.engine import Engine
+from fastjax.generation.engines import AnyEngine
 from fastjax.generation.generate import engine_for, seeded
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Prompt, Reading, encode_prompts
@@ -140,7 +140,7 @@ def stream(
     return _pieces(engine, asked)
 
 
-def _pieces(engine: Engine, asked: dict[int, list[GrowingAnswer]]) -> Iterator[str]:
+def _pieces(engine: AnyEngine, asked: dict[int, list[GrowingAnswer]]) -> Iterator[str]:
     with contextlib.closing(grown(engine, asked)) as growing:
         for _, text in growing:
             if text:
@@ -165,7 +165,7 @@ def ask(
     options: GenerationOptions,
     tokenizer: "PreTrainedTokenizerBase | None",
     length: Callable[[int], int] | None = None,
-) -> tuple[Engine, dict[int, list[GrowingAnswer]]]:
+) -> tuple[AnyEngine, dict[int, list[GrowingAnswer]]]:
     """Ask a new engine for answers; `grown` generates them.
 
     Args:
