@@ -159,13 +159,20 @@ class Engine:
             where = np.full(width, self.rows, np.int32)
             self._state, _ = self._call(decode, where, np.int32(self.steps), most=self.steps)
 
-    def run(self) -> Iterator[Piece]:
-        """What comes, until all requests are answered."""
-        while self.busy:
-            yield from self.step()
+    def run(self, steps: int | None = None) -> Iterator[Piece]:
+        """What comes, until all requests are answered.
 
-    def step(self) -> list[Piece]:
+        Args:
+            steps: as of `step`.
+        """
+        while self.busy:
+            yield from self.step(steps)
+
+    def step(self, steps: int | None = None) -> list[Piece]:
         """Take in the prompts that there is room for, and generate tokens of all rows.
+
+        Args:
+            steps: tokens of each answer at most, where fewer than the engine's are wanted sooner.
 
         Returns:
             What came, in the order of the rows' answers.
@@ -176,7 +183,7 @@ class Engine:
         while self._entering:
             first.append(self._prefilled())
         decoding = [one for one in self._going]  # noqa: C416
-        later = self._decoded(decoding) if decoding else None
+        later = self._decoded(decoding, self.steps if steps is None else min(steps, self.steps)) if decoding else None
         fetched_first, fetched_later = jax.device_get(([picked for _, picked in first], later))
         for (entries, _), picked in zip(first, fetched_first, strict=True):
             pieces += self._pieces(entries, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)))
@@ -251,13 +258,13 @@ class Engine:
         sizes = Sizes(self.rows, self._most_entries, width, self._width, PAGE, self.model.config.vocab_size)
         return prompt_arrays(entries, taken, sizes)
 
-    def _decoded(self, choices: list[Choice]) -> Decoded:
-        """Tokens of some answers."""
+    def _decoded(self, choices: list[Choice], steps: int) -> Decoded:
+        """Up to `steps` tokens of some answers."""
         width = next(each for each in (*WIDTHS, self.rows) if each >= len(choices))
         width = min(width, self.rows)
         where = np.full(width, self.rows, np.int32)
         where[: len(choices)] = [one.row for one in choices]
-        self._state, decoded = self._call(decode, where, np.int32(self.steps), most=self.steps)
+        self._state, decoded = self._call(decode, where, np.int32(steps), most=self.steps)
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[EngineState, Any]:

@@ -86,20 +86,27 @@ class Engines:
         """Compile every program that requests may need, on all devices at once."""
         list(self._pool.map(Engine.warm_up, self.engines))
 
-    def run(self) -> Iterator[Piece]:
-        """What comes, until all requests are answered."""
-        while self.busy:
-            yield from self.step()
+    def run(self, steps: int | None = None) -> Iterator[Piece]:
+        """What comes, until all requests are answered.
 
-    def step(self) -> list[Piece]:
+        Args:
+            steps: as of `Engine.step`.
+        """
+        while self.busy:
+            yield from self.step(steps)
+
+    def step(self, steps: int | None = None) -> list[Piece]:
         """A step of every device that has something to do.
+
+        Args:
+            steps: as of `Engine.step`.
 
         Returns:
             What came.
         """
         working = [place for place, engine in enumerate(self.engines) if engine.busy]
-        steps = self._pool.map(lambda place: self.engines[place].step(), working)
-        return [self._numbered(place, piece) for place, pieces in zip(working, steps, strict=True) for piece in pieces]
+        found = self._pool.map(lambda place: self.engines[place].step(steps), working)
+        return [self._numbered(place, piece) for place, pieces in zip(working, found, strict=True) for piece in pieces]
 
     def _numbered(self, place: int, piece: Piece) -> Piece:
         number = self._numbers[place, piece.request]

@@ -18,10 +18,11 @@ class FakeEngine:
     Attributes:
         asked: (prompt, options) of each request.
         cancelled: (request, choice) that were cancelled.
+        wanted: the tokens at a time that the last `run` asked for.
     """
 
     def __init__(self, says, steps):
-        self.says, self.steps, self.asked, self.cancelled, self._going = says, steps, [], [], []
+        self.says, self.steps, self.asked, self.cancelled, self.wanted, self._going = says, steps, [], [], None, []
 
     def add(self, prompt, options):
         self.asked.append((list(prompt), options))
@@ -39,8 +40,8 @@ class FakeEngine:
     def cancel(self, request, choice=None):
         self.cancelled.append((request, choice))
 
-    def run(self):
-        start = 0
+    def run(self, steps=None):
+        start, self.wanted = 0, steps
         while self._going:
             for one in list(self._going):
                 request, choice, tokens, reason, stop, likeliest = one

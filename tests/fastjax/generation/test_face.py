@@ -12,6 +12,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from fastjax.errors import ConfigError
 from fastjax.generation import face
+from fastjax.generation.answers import READ
 from tests.support import fake_engine
 from tests.support import tokenizers as made
 
@@ -114,6 +115,7 @@ def test_a_streamer_gets_the_prompt_and_each_token(engines, capsys):
     )
     face.generate(fake_engine.model(), np.asarray([[PAD, 40]]), streamer=streamer)
     assert calls == [((1, 2), [[PAD, 40]]), *[((1,), [40])] * 3, ((1,), [END]), "end"]
+    assert engines[-1].wanted == READ
     face.generate(fake_engine.model(), [" the"], chat=False, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
     assert capsys.readouterr().out == " the the the<|im_end|>\n"
     pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)

@@ -28,7 +28,7 @@ def test_one_answer_in_all_its_forms(model):
     assert ids[0] == ids[1] == ids[2] and len(ids[0]) == len(prompt) + 32 and ids[0][: len(prompt)] == prompt
     said = model.tokenizer.decode(ids[0][len(prompt) :], skip_special_tokens=True)
     pieces = list(model.stream(prompt, **settings))
-    assert "".join(pieces) == said and len(pieces) > 1
+    assert "".join(pieces) == said and len(pieces) > 4  # a few tokens at a time
     options = GenerationOptions(max_new_tokens=32, top_logprobs=2)
     [[answer]] = model.answers([prompt], options, reading=Reading(chat=False), ignore_eos=True)
     assert (answer.text, list(answer.token_ids), answer.finish_reason) == (said, ids[0][len(prompt) :], "length")
