@@ -43,7 +43,7 @@ class MatvecConfig:
 
     def stage(self, tokens: int) -> int:
         """Bytes of a stage: codes, scales and so many rows of x."""
-        return self.rows * self.columns // 16 * 9 + tokens * self.columns * 2
+        return self.rows * self.columns // 16 * 9 + (tokens if tokens <= 8 else -(-tokens // 8) * 8) * self.columns * 2
 
     def sums(self, tokens: int) -> int:
         """Bytes of the sums that warps hand on to each other."""

@@ -2,7 +2,7 @@
 
 - `dequantize`: the whole matrix to memory; `dequantize_shared`: of which other devices have rows, read where they lie.
 - `dequantize_transposed`: its transpose in float8_e4m3fn, with the scales.
-- `matvec`: few rows, bound by the packed bytes; mma.sync from registers, no decoded weight in shared memory.
+- `matvec`: few rows, bound by the packed bytes; mma.sync, pairs of values from a table in shared memory.
 - `matmul_rs`: more rows, and gradients; wgmma with the decoded weights in registers (RS).
 """
 

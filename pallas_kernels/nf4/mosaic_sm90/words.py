@@ -1,4 +1,4 @@
-"""32-bit integers, pointers and assembly of a thread, for kernels that are written below Pallas."""
+"""A thread's place, 32-bit integers, pointers and assembly, for kernels that are written below Pallas."""
 
 import dataclasses
 import functools
@@ -34,11 +34,14 @@ class Word:
     __floordiv__ = functools.partialmethod(_by, arith.divui)
     __mod__ = functools.partialmethod(_by, arith.remui)
     __and__ = functools.partialmethod(_by, arith.andi)
+    __or__ = functools.partialmethod(_by, arith.ori)
     __xor__ = functools.partialmethod(_by, arith.xori)
     __lshift__ = functools.partialmethod(_by, arith.shli)
     __rshift__ = functools.partialmethod(_by, arith.shrui)
-    least = functools.partialmethod(_by, arith.minui)
-    """The smaller of the two."""
+
+    def least(self, other: "int | Word") -> "Word":
+        """The smaller of the two, without sign."""
+        return self._by(arith.minui, other)
 
     def below(self, other: "int | Word") -> ir.Value:
         """Whether it is smaller, without sign."""
@@ -87,3 +90,40 @@ def assemble(
         constraints += ",~{memory}"
     kind = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=effects, asm_dialect=0)
+
+
+class Thread:
+    """A thread's place.
+
+    Attributes:
+        lane: in its warp.
+        warp: in its thread block.
+        row: place among eight, along rows of W and of x.
+        place: place among four, along columns; along rows of x in the sums.
+        row_warp: the warp's place along the rows of W.
+        column_warp: its place along the columns.
+    """
+
+    def __init__(self, column_warps: int, *, again: bool = False):
+        """Find it out.
+
+        Args:
+            column_warps: warps side by side along the columns; the others lie along the rows of W.
+            again: in registers of their own, or all places that follow would be computed, and kept, before the loops.
+        """
+        number = mgpu.utils.thread_idx()
+        if again:
+            number = assemble("mov.b32 $0, $1;", [number], "=r,r", number.type, effects=True)
+        self.lane, self.warp = Word(number) & 31, Word(number) >> 5
+        self.row, self.place = self.lane >> 2, self.lane & 3
+        self.row_warp, self.column_warp = self.warp // column_warps, self.warp % column_warps
+
+    @property
+    def row_of_W(self) -> Word:
+        """The row of eight in an operand's place: four neighbours in it have different banks, swizzled as they are."""
+        return ((self.row & 3) << 1) | (self.row >> 2)
+
+    @property
+    def token(self) -> Word:
+        """The row of x of eight in an operand's place, likewise."""
+        return (self.row >> 1) | ((self.row & 1) << 2)

@@ -1,4 +1,4 @@
-"""A gated block compiled for an H200: how often it goes over what is large, and that nothing is computed twice."""
+"""A gated block compiled for an H200: how often it goes over what is large, that nothing is computed twice."""
 
 import functools
 import re
@@ -78,3 +78,14 @@ def test_no_dense_update_is_formed(kind):
     assert not forms & set(shapes)
     # four large products, x·A and [dgate|dup]·B; the kernels make the other thin ones
     assert len(products) == 4 + 2
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_a_few_rows_take_five_kernels(rows):
+    aot, (apply, trained, frozen) = AOT(), block("nf4", 16)
+    specs = [jax.tree.map(lambda leaf: aot.spec(leaf.shape, leaf.dtype), tree) for tree in (trained, frozen)]
+    text = aot.compile(apply, *specs, aot.spec((rows, 1, WIDTH), jnp.bfloat16)).as_text()
+    entry = text[text.index("ENTRY ") :]
+    launched = re.findall(r" = \S.* (?:fusion|custom-call|dot|copy)\(.*?op_name=\"([^\"]+)\"", entry)
+    names = [re.search(r"few_rows_\w+|nf4_\w+|[^/]+$", name)[0] for name in launched]
+    assert names == ["few_rows_products", "nf4_matvec", "few_rows_gate", "nf4_matvec", "few_rows_add"]
