@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat_template_kwargs(parser)
     parser.add_argument("--limit", type=int, metavar="N", help="the first rows of each task alone")
     parser.add_argument(
-        "--batch_size", type=int, default=32, metavar="N", help="prompts at once (default: %(default)s)"
+        "--batch_size", type=int, default=32, metavar="N", help="rows of packed choices at once (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write metrics and samples as JSON")
     compilation_cache.add_option(parser)

@@ -3,12 +3,23 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastjax.commands import compilation_cache
 from fastjax.commands.arguments import add_chat_template_kwargs, add_model, load_options
+from fastjax.commands.generation import add_generation, generation_options
 from fastjax.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fastjax.generation.answers import Answer
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -18,32 +29,67 @@ def main(argv: Sequence[str]) -> None:
         argv: its arguments.
     """
     arguments = _parser().parse_args(argv)
-    prompts = _prompts(arguments)
-    from fastjax.generation.options import GenerationOptions  # JAX is imported once the arguments are right
-    from fastjax.generation.text import answer
+    prompts, options = _prompts(arguments), generation_options(arguments)
+    alone = len(prompts) == options.n == 1
+    if arguments.stream and (arguments.json or not alone):
+        given = f"{len(prompts)} prompts with {options.n} answers each" if not alone else "--json"
+        raise ConfigError(f"--stream: expected one prompt with one answer, printed as text, got {given}")
+    from fastjax.generation.prompts import Reading  # JAX is imported once the arguments are right
+    from fastjax.generation.text import answers_as_completed, stream
     from fastjax.language_model.as_trained import load_as_trained
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    GenerationOptions(**{name: getattr(arguments, name) for name in names})
     model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
-    answers = answer(
-        model,
-        prompts,
-        chat=not arguments.raw,
-        special_tokens=arguments.special_tokens,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
-    for prompt, text in zip(prompts, answers, strict=True):
-        if arguments.json:
-            print(json.dumps({"prompt": prompt, "answer": text}, ensure_ascii=False))
+    reading = Reading(not arguments.raw, arguments.special_tokens, arguments.chat_template_kwargs)
+    if arguments.stream or (alone and not arguments.json and sys.stdout.isatty()):
+        for text in stream(model, prompts[0], options, reading=reading):
+            print(text, end="", flush=True)
+        print()
+        return
+    with _progress(len(prompts) * options.n) as progress:
+        completed = answers_as_completed(model, prompts, options, reading=reading, progress=progress)
+        for place, found in _in_order(completed):
+            _print(prompts[place], found, arguments.json, alone)
+
+
+def _in_order(completed: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+    """What is numbered from 0, by its numbers, each once those before have come."""
+    waiting: dict[int, T] = {}
+    place = 0
+    for number, value in completed:
+        waiting[number] = value
+        while place in waiting:
+            yield place, waiting.pop(place)
+            place += 1
+
+
+def _print(prompt: str, found: "Sequence[Answer]", as_json: bool, alone: bool) -> None:
+    """Print the answers of a prompt."""
+    for choice, one in enumerate(found):
+        if as_json:
+            row = {"prompt": prompt, "answer": one.text, "finish_reason": one.finish_reason}
+            row |= {"choice": choice} if len(found) > 1 else {}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+        elif alone:
+            print(one.text, flush=True)
         else:
-            print(text if len(prompts) == 1 else f"> {prompt}\n{text}\n")
+            print((f"> {prompt}\n" if choice == 0 else "") + f"{one.text}\n", flush=True)
+
+
+@contextmanager
+def _progress(answers: int) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, if that is a terminal: answers that have ended, and tokens."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("answers, {task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+    )
+    how = {"disable": not console.is_terminal, "redirect_stdout": sys.stdout.isatty()}  # it would go to stderr too
+    with Progress(*columns, console=console, **how) as bar:
+        task = bar.add_task("", total=answers, tokens=0)
+        yield lambda ended, tokens: bar.update(task, completed=ended, tokens=tokens)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,13 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what special tokens in prompts are read as, as data.special_tokens of training (default: %(default)s)",
     )
     add_chat_template_kwargs(parser)
-    parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
-    parser.add_argument("--top_p", type=float, metavar="P", help="sample among the tokens that sum to probability P")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    add_generation(parser)
     compilation_cache.add_option(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
+    parser.add_argument(
+        "--stream", action="store_true", help="print one prompt's answer as it comes, as on a terminal by itself"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object an answer, with its finish_reason")
     return parser
 
 

@@ -15,19 +15,21 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
     get_rolling_token_windows,
     make_disjoint_window,
 )
+from tqdm import tqdm
 
 from fastjax.data import Encoder
 from fastjax.errors import ConfigError
 from fastjax.evaluation.run import encoded_pair
 from fastjax.evaluation.scoring import completion_scores
 from fastjax.execution.language_model import LanguageModel
-from fastjax.generation.generate import generate
-from fastjax.generation.stops import stop_tokens
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.text import answers_as_completed
 
 _LOG = logging.getLogger(__name__)
 #: Names that tasks give the longest answer, and the other keys of a generation.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_OTHERS = ("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS)
+_FILTERS, _PENALTIES = ("top_k", "top_p", "min_p"), ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_OTHERS = ("until", "do_sample", "temperature", *_FILTERS, *_PENALTIES, "seed", *_LENGTHS)
 
 
 class HarnessModel(LM):
@@ -41,9 +43,9 @@ class HarnessModel(LM):
 
         Args:
             model: with or without an adapter; with a tokenizer.
-            batch_size: rows, or prompts, that go through it together.
+            batch_size: rows of packed continuations that go through it together.
             max_new_tokens: longest answer, where a task names none.
-            seed: of the sampling, where a task samples.
+            seed: of the sampling, where a task samples and names none; each request draws its own numbers.
 
         Raises:
             ConfigError: a model without tokenizer.
@@ -93,22 +95,16 @@ class HarnessModel(LM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to the first of the texts that end them."""
-        stops, decode = stop_tokens(self.model, self.encoder), self.encoder.tokenizer.decode
-        found: list[str] = [""] * len(requests)
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(self._options(request.args[1]), []).append(number)
-        for (most, *sampling), members in groups.items():
-            names = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
-            prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in members]
-            new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, seed=self.seed, **names)
-            for number, tokens in zip(members, new, strict=True):
-                text = str(decode(tokens, skip_special_tokens=True))
-                for end in _until(requests[number].args[1]):
-                    text = text.split(end)[0]
-                found[number] = text
-        return found
+        """Answers up to the first of the texts that end them, all of one engine."""
+        options = [self._options(request.args[1]) for request in requests]
+        prompts = [
+            self._cut(self.encoder.encode_beginning(request.args[0]) or [self._first], each.max_new_tokens)
+            for request, each in zip(requests, options, strict=True)
+        ]
+        completed = answers_as_completed(self.model, prompts, options)
+        shown = tqdm(completed, total=len(requests), disable=disable_tqdm, desc="generate_until")
+        found = {place: one.text for place, [one] in shown}
+        return [found[place] for place in range(len(requests))]
 
     def _tokens(self, text: str) -> list[int]:
         return [int(token) for token in self.encoder.tokenizer.encode(text, add_special_tokens=False)]
@@ -125,20 +121,23 @@ class HarnessModel(LM):
             _LOG.warning("a prompt of %d tokens is cut to its last %d (max_seq_length)", len(prompt), room)
         return prompt[-room:]
 
-    def _options(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        """The settings of a generation: longest answer, temperature, top_k, top_p."""
+    def _options(self, given: dict[str, Any]) -> GenerationOptions:
+        """The settings of a generation."""
         unknown = sorted(set(given) - set(_OTHERS))
         if unknown:
             raise ConfigError(f"generation_kwargs: expected some of {', '.join(_OTHERS)}, got {unknown[0]}")
-        most = next((int(given[name]) for name in _LENGTHS if given.get(name) is not None), self.max_new_tokens)
-        if given.get("do_sample") is False:
-            return most, 0.0, None, None
-        temperature = given.get("temperature")
-        if temperature is None:
-            temperature = 1.0 if given.get("do_sample") else 0.0
-        return most, float(temperature), given.get("top_k"), given.get("top_p")
+        said = {name: value for name, value in given.items() if value is not None}
+        options = {name: said[name] for name in (*_FILTERS, *_PENALTIES) if name in said} | {
+            "max_new_tokens": next((int(said[name]) for name in _LENGTHS if name in said), self.max_new_tokens),
+            "temperature": float(said.get("temperature", 1.0 if said.get("do_sample") else 0.0)),
+            "seed": said.get("seed", self.seed),
+            "stop_strings": _until(given),
+        }
+        if said.get("do_sample") is False:
+            options["temperature"] = 0.0
+        return GenerationOptions(**options)
 
 
-def _until(given: dict[str, Any]) -> list[str]:
+def _until(given: dict[str, Any]) -> tuple[str, ...]:
     until = given.get("until") or []
-    return [end for end in ([until] if isinstance(until, str) else until) if end]
+    return tuple(dict.fromkeys(end for end in ([until] if isinstance(until, str) else until) if end))

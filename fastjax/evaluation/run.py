@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fastjax.data import Encoder
 from fastjax.data.settings import DataOptions, DataSource
@@ -12,8 +12,12 @@ from fastjax.errors import ConfigError, DataError
 from fastjax.evaluation.scoring import completion_scores
 from fastjax.evaluation.tasks import Task, filled
 from fastjax.execution.language_model import LanguageModel
-from fastjax.generation.text import answer
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.prompts import Reading
+from fastjax.generation.text import answers_as_completed
 
+#: Told how many rows are done.
+_Done: TypeAlias = Callable[[int], None]
 #: Batches between two reports of the progress.
 _PART = 4
 #: What stands between two examples of a plain text.
@@ -51,7 +55,7 @@ def evaluate(
     Args:
         model: with or without an adapter; with a tokenizer.
         tasks: what is asked.
-        batch_size: prompts, or rows of packed choices, that go through the model together.
+        batch_size: rows of packed choices that go through the model together; prompts that are answered need none.
         chat_template_kwargs: variables of the chat template, as `enable_thinking`.
         progress: told a task's name, and how many of its rows are done of how many.
 
@@ -65,13 +69,15 @@ def evaluate(
     read = [(task, _rows(task)) for task in tasks]  # before the first one takes its time
     results = []
     for task, (rows, shots) in read:
-        run = _exact_match if task.kind == "exact_match" else _choice
-        samples: list[dict[str, Any]] = []
-        for start in range(0, len(rows), _PART * batch_size):
-            progress(task.name, start, len(rows))
-            part = rows[start : start + _PART * batch_size]
-            samples += run(model, task, part, shots, batch_size, chat_template_kwargs)
-        progress(task.name, len(rows), len(rows))
+        progress(task.name, 0, len(rows))
+
+        def done(count: int, name: str = task.name, total: int = len(rows)) -> None:
+            progress(name, count, total)
+
+        if task.kind == "exact_match":
+            samples = _exact_match(model, task, rows, shots, chat_template_kwargs, done)
+        else:
+            samples = _choice(model, task, rows, shots, chat_template_kwargs, done, batch_size)
         results.append(Result(task.name, len(rows), _shares(task, samples), samples))
     return results
 
@@ -131,19 +137,22 @@ def _spaced(text: str) -> str:
 
 
 def _exact_match(
-    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
+    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], variables: Any, done: _Done
 ) -> list[dict[str, Any]]:
-    prompts, until = [_asked(task, row, shots) for row in rows], _until(task, shots)
-    options = {"max_new_tokens": task.max_new_tokens, "chat_template_kwargs": variables}
-    answers = answer(model, prompts, chat=task.chat, **options)
+    prompts, until = [_asked(task, row, shots) for row in rows], tuple(dict.fromkeys(_until(task, shots)))
+    options = GenerationOptions(max_new_tokens=task.max_new_tokens, stop_strings=until)
+    reading = Reading(chat=task.chat, chat_template_kwargs=variables)
+    answered = answers_as_completed(model, prompts, options, reading=reading, progress=lambda ended, _: done(ended))
+    answers = dict(answered)
     return [
         {
             "prompt": row.turns[0],
             "expected": row.answer,
-            "answer": text,
-            "right": task.compared(text) == task.compared(row.answer),
+            "answer": answers[place][0].text,
+            "finish_reason": answers[place][0].finish_reason,
+            "right": task.compared(answers[place][0].text) == task.compared(row.answer),
         }
-        for row, text in zip(rows, (task.ended(text, until) for text in answers), strict=True)
+        for place, row in enumerate(rows)
     ]
 
 
@@ -159,34 +168,45 @@ def _until(task: Task, shots: Sequence[_Row]) -> Sequence[str]:
 
 
 def _choice(
-    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
+    model: LanguageModel,
+    task: Task,
+    rows: list[_Row],
+    shots: list[_Row],
+    variables: Any,
+    done: _Done,
+    batch_size: int,
 ) -> list[dict[str, Any]]:
     tokenizer: Any = model.tokenizer
     encoder = Encoder(tokenizer, DataOptions(chat_template_kwargs=variables))
-    examples = []
-    for row in rows:
-        asked = _asked(task, row, shots)
-        examples += [encoded_pair(encoder, asked, choice if task.chat else _spaced(choice)) for choice in row.choices]
-    scores = iter(completion_scores(model, examples, rows=batch_size))
     samples = []
-    for row in rows:
-        log_probs = [next(scores).log_prob for _ in row.choices]
-        sizes = ((1,) * len(log_probs), map(len, row.choices), (len(choice.encode()) for choice in row.choices))
-        divided = ([value / max(1, size) for value, size in zip(log_probs, each, strict=True)] for each in sizes)
-        taken, by_length, by_bytes = (max(range(len(values)), key=values.__getitem__) for values in divided)
-        samples.append(
-            {
-                "prompt": row.turns[0],
-                "expected": row.label,
-                "choices": row.choices,
-                "log_probs": log_probs,
-                "answer": taken,
-                "right": taken == row.label,
-                "right_by_length": by_length == row.label,
-                "right_by_bytes": by_bytes == row.label,
-            }
-        )
+    for start in range(0, len(rows), _PART * batch_size):
+        part = rows[start : start + _PART * batch_size]
+        pairs = [
+            encoded_pair(encoder, _asked(task, row, shots), choice if task.chat else _spaced(choice))
+            for row in part
+            for choice in row.choices
+        ]
+        scores = iter(completion_scores(model, pairs, rows=batch_size))
+        samples += [_chosen(row, [next(scores).log_prob for _ in row.choices]) for row in part]
+        done(start + len(part))
     return samples
+
+
+def _chosen(row: _Row, log_probs: list[float]) -> dict[str, Any]:
+    """A row and what the model chooses, by the log-probabilities of its choices."""
+    sizes = ((1,) * len(log_probs), map(len, row.choices), (len(choice.encode()) for choice in row.choices))
+    divided = ([value / max(1, size) for value, size in zip(log_probs, each, strict=True)] for each in sizes)
+    taken, by_length, by_bytes = (max(range(len(values)), key=values.__getitem__) for values in divided)
+    return {
+        "prompt": row.turns[0],
+        "expected": row.label,
+        "choices": row.choices,
+        "log_probs": log_probs,
+        "answer": taken,
+        "right": taken == row.label,
+        "right_by_length": by_length == row.label,
+        "right_by_bytes": by_bytes == row.label,
+    }
 
 
 def encoded_pair(encoder: Encoder, prompt: Any, completion: str) -> tuple[list[int], list[int]]:

@@ -11,11 +11,13 @@ from annotated_types import Interval, Len, MinLen, Predicate
 from convert.errors import shown
 from fastjax import strict_yaml
 from fastjax.errors import ConfigError, DataError
+from fastjax.generation.options import MAX_STOPS
 from fastjax.options import checked
 from fastjax.strict_yaml import YamlError
 
 #: Letters of the choices.
 _LETTERS = string.ascii_uppercase
+_TEXTS = f"a list of at most {MAX_STOPS} texts that are not empty"
 
 
 def _finds_something(pattern: str) -> bool:
@@ -48,7 +50,7 @@ class Task:
     answer and the row's; null: the whole texts without the white space around them."""
     ignore_case: bool = False
     """of exact_match: whether case makes no difference."""
-    until: list[Annotated[str, MinLen(1), "texts that are not empty"]] | None = None
+    until: Annotated[list[Annotated[str, MinLen(1)]], Len(0, MAX_STOPS), _TEXTS] | None = None
     """of exact_match: texts at the first of which an answer ends; null: without a chat and with few_shot, what stands
     between two examples, an empty line; else none."""
     max_new_tokens: Annotated[int, Interval(ge=1)] = 256
@@ -145,16 +147,6 @@ class Task:
         if not isinstance(labels, list | tuple) or len({str(label) for label in labels}) != count:
             raise DataError(f"{where}: {self.choices}: label: expected {count} different labels, got {shown(labels)}")
         return [str(label) for label in labels]
-
-    def ended(self, text: str, until: Sequence[str]) -> str:
-        """An answer up to the first of some texts.
-
-        Args:
-            text: the answer.
-            until: the texts.
-        """
-        places = [place for end in until if (place := text.find(end)) >= 0]
-        return text[: min(places)] if places else text
 
     def compared(self, text: str) -> str | None:
         """The part of an answer that is compared; None: there is no match of `extract` in it."""

@@ -4,6 +4,7 @@ Settings that a call leaves open are those of the folder's generation_config.jso
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastjax.generation import text
 from fastjax.generation.answers import READ, GrowingAnswer, grown
 from fastjax.generation.engines import AnyEngine
 from fastjax.generation.prompts import Prompt, Reading, encode_prompts
+from fastjax.generation.stops import stop_tokens
 from fastjax.generation.text import ask, with_ends
 from fastjax.generation.token_arrays import are_token_ids, like, on_host, prompt_rows, with_answers
 from fastjax.generation.transformers_settings import Settings, settings_of
@@ -135,8 +137,9 @@ def _answered(
     encoded = encode_prompts(encoder, prompts, reading)
     if not encoded:
         return []
-    options = wanted.options if wanted.ends is not None else with_ends(model, encoder, wanted.options)
-    engine, asked = ask(model, encoded, options, tokenizer, wanted.length.of)
+    options = wanted.options if wanted.ends is not None else with_ends(wanted.options, stop_tokens(model, encoder))
+    each = [dataclasses.replace(options, max_new_tokens=wanted.length.of(len(prompt))) for prompt in encoded]
+    engine, asked = ask(model, encoded, each, tokenizer)
     if streamer is not None:
         _check_streamed(asked)
         streamer.put(np.asarray(encoded, np.int64))
@@ -148,12 +151,12 @@ def _continued(model: LanguageModel, ids: Any, mask: Any, wanted: Settings, toke
     options = wanted.options
     if wanted.ends is None:
         learns = getattr(tokenizer, "eos_token_id", None) is not None
-        options = with_ends(model, Reading().encoder(tokenizer) if learns else None, options)
+        options = with_ends(options, stop_tokens(model, Reading().encoder(tokenizer) if learns else None))
     ends, pad = options.stop_tokens, wanted.pad
     prompts = prompt_rows(ids, mask, None if pad in ends else pad)
-    length = wanted.length.of(prompts.width)
+    options = dataclasses.replace(options, max_new_tokens=wanted.length.of(prompts.width))
     decoder = tokenizer if options.stop_strings else None
-    engine, asked = ask(model, prompts.prompts, options, decoder, lambda _: length)
+    engine, asked = ask(model, prompts.prompts, [options] * len(prompts.prompts), decoder)
     if streamer is not None:
         _check_streamed(asked)
         streamer.put(on_host(like(prompts.given, np.asarray(prompts.rows, np.int64))))

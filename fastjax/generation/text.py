@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastjax.data import Encoder
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
@@ -27,11 +26,7 @@ def answer(
     chat: bool = True,
     special_tokens: SpecialTokens = "control",
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> list[str]:
     """Let the model answer.
 
@@ -42,11 +37,7 @@ def answer(
         chat: put the prompt through the chat template, exactly as training does.
         special_tokens: the reading of special tokens in prompts; see `Encoder`.
         chat_template_kwargs: variables of the chat template, as `enable_thinking`; see `Encoder`.
-        max_new_tokens: longest answer, in tokens.
-        temperature: 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens.
-        top_p: sample among the likeliest tokens of this total probability.
-        seed: of the sampling; each prompt draws its own numbers.
+        options: fields of `GenerationOptions`, by name; `n` is 1.
 
     Returns:
         The answers, without special tokens, in the order of the prompts.
@@ -58,48 +49,88 @@ def answer(
     """
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options = GenerationOptions(max_new_tokens=max_new_tokens, **sampling)
     reading = Reading(chat, special_tokens, chat_template_kwargs)
-    return [one.text for [one] in answers(model, prompts, options, reading=reading)]
+    return [one.text for [one] in answers(model, prompts, GenerationOptions(**options), reading=reading)]
 
 
 def answers(
     model: LanguageModel,
     prompts: Sequence[Prompt],
-    options: GenerationOptions | None = None,
+    options: GenerationOptions | Sequence[GenerationOptions] | None = None,
     *,
     reading: Reading | None = None,
     ignore_eos: bool = False,
 ) -> list[list[Answer]]:
     """Let the model answer, and tell tokens and log-probabilities too.
 
+    Args:
+        model: as of `answers_as_completed`.
+        prompts: likewise.
+        options: likewise.
+        reading: likewise.
+        ignore_eos: likewise.
+
+    Returns:
+        The `n` answers of each prompt, in the order of the prompts.
+
+    Raises:
+        ConfigError: as of `answers_as_completed`.
+        DataError: likewise.
+    """
+    found = dict(answers_as_completed(model, prompts, options, reading=reading, ignore_eos=ignore_eos))
+    return [found[place] for place in range(len(found))]
+
+
+def answers_as_completed(
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    options: GenerationOptions | Sequence[GenerationOptions] | None = None,
+    *,
+    reading: Reading | None = None,
+    ignore_eos: bool = False,
+    progress: Callable[[int, int], None] = lambda ended, tokens: None,
+) -> Iterator[tuple[int, list[Answer]]]:
+    """Let the model answer, and give the answers of each prompt as soon as they have ended.
+
     All prompts wait for one engine, which takes them in as there is room. They are checked before the first token.
 
     Args:
         model: with or without a tokenizer; without one prompts are token ids and answers have no text.
         prompts: texts, conversations or token ids, as of `answer`.
-        options: of the answers; each prompt draws its own random numbers.
+        options: of the answers, for all prompts or for each; each prompt draws its own random numbers.
         reading: how texts become tokens.
         ignore_eos: answers do not end at the model's end tokens, but only at the `stop_tokens` of the options.
+        progress: told how many answers have ended, and how many tokens have come, whenever there are more.
 
     Returns:
-        `options.n` answers of each prompt.
+        Number of the prompt, and its `n` answers. Closing the iterator ends the generation.
 
     Raises:
-        ConfigError: a prompt or a setting that does not fit, as of `answer`; stop strings without a tokenizer.
-        DataError: a prompt that the chat template refuses, or invalid Unicode.
+        ConfigError: at once, a prompt or a setting that does not fit, as of `answer`; options for another number of
+            prompts; stop strings without a tokenizer.
+        DataError: at once, a prompt that the chat template refuses, or invalid Unicode.
     """
-    options, reading = options or GenerationOptions(), reading or Reading()
-    encoder = reading.encoder(model.tokenizer)
-    encoded = encode_prompts(encoder, prompts, reading)
-    if not encoded:
-        return []
-    options = options if ignore_eos else with_ends(model, encoder, options)
-    engine, asked = ask(model, encoded, options, model.tokenizer)
-    for _ in grown(engine, asked):
-        pass
-    return [[one.answer() for one in choices] for choices in asked.values()]
+    engine, asked = _asked(model, prompts, options, reading or Reading(), ignore_eos)
+    return iter(()) if engine is None else _completed(engine, asked, progress)
+
+
+def _completed(
+    engine: AnyEngine, asked: Mapping[int, Sequence[GrowingAnswer]], progress: Callable[[int, int], None]
+) -> Iterator[tuple[int, list[Answer]]]:
+    places = {id(one): place for place, choices in enumerate(asked.values()) for one in choices}
+    every, counted, ended = list(asked.values()), dict.fromkeys(places, 0), 0
+    left, tokens = [len(choices) for choices in every], 0
+    with contextlib.closing(grown(engine, asked)) as growing:
+        for one, _ in growing:
+            tokens += len(one.token_ids) - counted[id(one)]
+            counted[id(one)] = len(one.token_ids)
+            place = places[id(one)]
+            if one.finish_reason is not None:
+                ended += 1
+                left[place] -= 1
+            progress(ended, tokens)
+            if left[place] == 0:
+                yield place, [each.answer() for each in every[place]]
 
 
 def stream(
@@ -118,14 +149,14 @@ def stream(
         prompt: a text, a conversation or token ids, as of `answer`.
         options: of the answer; `n` is 1.
         reading: how texts become tokens.
-        ignore_eos: as of `answers`.
-        length: as of `ask`.
+        ignore_eos: as of `answers_as_completed`.
+        length: the most new tokens of a prompt of so many tokens, in place of the options'.
 
     Returns:
         Pieces of the text, none empty: joined they are the answer. Closing the iterator ends the generation.
 
     Raises:
-        ConfigError: at once, as of `answers`; a model without tokenizer; `n` above 1.
+        ConfigError: at once, as of `answer`; a model without tokenizer; `n` above 1.
         DataError: a prompt that the chat template refuses, or invalid Unicode.
     """
     options, reading = options or GenerationOptions(), reading or Reading()
@@ -133,10 +164,11 @@ def stream(
         raise ConfigError("stream: expected a model with a tokenizer, got one without; load it from a folder")
     if options.n != 1:
         raise ConfigError(f"n: expected 1 answer to stream, got {options.n}; use answers(…) for several")
-    encoder = reading.encoder(model.tokenizer)
-    encoded = encode_prompts(encoder, [prompt], reading)
-    options = options if ignore_eos else with_ends(model, encoder, options)
-    engine, asked = ask(model, encoded, options, model.tokenizer, length)
+    [encoded] = encode_prompts(reading.encoder(model.tokenizer), [prompt], reading)
+    if length is not None:
+        options = dataclasses.replace(options, max_new_tokens=length(len(encoded)))
+    engine, asked = _asked(model, [encoded], options, reading, ignore_eos)
+    assert engine is not None, "there is a prompt"
     return _pieces(engine, asked)
 
 
@@ -147,33 +179,49 @@ def _pieces(engine: AnyEngine, asked: dict[int, list[GrowingAnswer]]) -> Iterato
                 yield text
 
 
-def with_ends(model: LanguageModel, encoder: Encoder | None, options: GenerationOptions) -> GenerationOptions:
-    """Options whose answers end at the model's end tokens too.
+def with_ends(options: GenerationOptions, ends: Sequence[int]) -> GenerationOptions:
+    """Options whose answers end at further tokens too.
 
     Args:
-        model: the model.
-        encoder: of its tokenizer; None: it has none.
         options: the options.
+        ends: token ids, as of `stop_tokens`.
     """
-    ends = dict.fromkeys([*stop_tokens(model, encoder), *options.stop_tokens])
-    return dataclasses.replace(options, stop_tokens=tuple(ends))
+    return dataclasses.replace(options, stop_tokens=tuple(dict.fromkeys([*ends, *options.stop_tokens])))
+
+
+def _asked(
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    options: GenerationOptions | Sequence[GenerationOptions] | None,
+    reading: Reading,
+    ignore_eos: bool,
+) -> tuple[AnyEngine | None, dict[int, list[GrowingAnswer]]]:
+    """An engine that was asked for answers to prompts; None: there is no prompt."""
+    encoder = reading.encoder(model.tokenizer)
+    encoded = encode_prompts(encoder, prompts, reading)
+    if not encoded:
+        return None, {}
+    ends = () if ignore_eos else stop_tokens(model, encoder)
+    if options is None or isinstance(options, GenerationOptions):
+        return ask(model, encoded, [with_ends(options or GenerationOptions(), ends)] * len(encoded), model.tokenizer)
+    if len(options) != len(encoded):
+        raise ConfigError(f"options: expected one for each of {len(encoded)} prompts, got {len(options)}")
+    return ask(model, encoded, [with_ends(each, ends) for each in options], model.tokenizer)
 
 
 def ask(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
-    options: GenerationOptions,
+    options: Sequence[GenerationOptions],
     tokenizer: "PreTrainedTokenizerBase | None",
-    length: Callable[[int], int] | None = None,
 ) -> tuple[AnyEngine, dict[int, list[GrowingAnswer]]]:
     """Ask a new engine for answers; `grown` generates them.
 
     Args:
         model: the model.
         prompts: token ids, at least one prompt.
-        options: of the answers.
+        options: of each prompt's answers.
         tokenizer: of the answers' text; None: they have none.
-        length: the most new tokens of a prompt of so many tokens, in place of the options'.
 
     Returns:
         The engine, and number of the request → its answers, in the order of the prompts.
@@ -181,16 +229,13 @@ def ask(
     Raises:
         ConfigError: a prompt or a setting that does not fit the model; stop strings without a tokenizer.
     """
-    if tokenizer is None and options.stop_strings:
+    if tokenizer is None and any(each.stop_strings for each in options):
         raise ConfigError("stop_strings: expected a model with a tokenizer, got one without; load it from a folder")
-    each = [
-        options if length is None else dataclasses.replace(options, max_new_tokens=length(len(prompt)))
-        for prompt in prompts
-    ]
-    longest = max(each, key=lambda one: one.max_new_tokens)
-    engine = engine_for(model, [len(prompt) for prompt in prompts], longest)
+    lengths = [len(prompt) for prompt, each in zip(prompts, options, strict=True) for _ in range(each.n)]
+    longest = max(each.max_new_tokens for each in options)
+    engine = engine_for(model, lengths, GenerationOptions(max_new_tokens=longest))
     asked = {}
-    for place, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-        growing = [GrowingAnswer(prompt, tokenizer, options.stop_strings) for _ in range(options.n)]
+    for place, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
+        growing = [GrowingAnswer(prompt, tokenizer, own.stop_strings) for _ in range(own.n)]
         asked[engine.add(prompt, seeded(own, place))] = growing
     return engine, asked

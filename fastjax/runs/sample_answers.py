@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from fastjax.data import Encoder
 from fastjax.data.documents import IGNORE
 from fastjax.data.packing import PackedRows
-from fastjax.generation.generate import generate
-from fastjax.generation.stops import stop_tokens
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.text import answers
 from fastjax.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -49,14 +48,13 @@ def sample_answers(model: LanguageModel, rows: PackedRows, count: int) -> list[d
             break
     if not prompts:
         return []
-    room = model.max_seq_length - max(map(len, prompts))
-    stops = stop_tokens(model, Encoder(tokenizer))
-    answers = generate(model, prompts, max_new_tokens=min(_LONGEST, room), stop_tokens=stops)
+    rooms = [model.max_seq_length - len(prompt) for prompt in prompts]
+    options = [GenerationOptions(max_new_tokens=min(_LONGEST, room)) for room in rooms]
     return [
         {
             "prompt": str(tokenizer.decode(prompt)),
             "expected": str(tokenizer.decode(right, skip_special_tokens=True)),
-            "answer": str(tokenizer.decode(tokens, skip_special_tokens=True)),
+            "answer": one.text,
         }
-        for prompt, right, tokens in zip(prompts, expected, answers, strict=True)
+        for prompt, right, [one] in zip(prompts, expected, answers(model, prompts, options), strict=True)
     ]

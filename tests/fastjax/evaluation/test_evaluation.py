@@ -12,10 +12,10 @@ from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks, run
 from fastjax.evaluation.scoring import Score
-from fastjax.generation import generate
+from fastjax.generation.generate import generate
 from fastjax.generation.text import answer
 from fastjax.language_model import FastLanguageModel
-from tests.support import tiny
+from tests.support import fake_engine, tiny
 from tests.support.chat import write_model
 
 QUESTIONS = ["Who bought pens?", "How many?", "And what did Ann say then, after all?"]
@@ -139,7 +139,7 @@ def test_choices_are_compared_a_character_and_a_byte(model, tmp_path, monkeypatc
 def test_an_answer_ends_where_the_next_example_would_begin(model, tmp_path, monkeypatch):
     """A base model goes on with questions of its own, whose answers are not those that were asked for."""
     said = " 4\n\nQ: 9?\nA: 9\n\nQ:"
-    monkeypatch.setattr(run, "answer", lambda model, prompts, **options: [said for _ in prompts])
+    engines = fake_engine.install(monkeypatch, lambda prompt: model.tokenizer.encode(said, add_special_tokens=False))
     rows = [{"q": "Q: 2+2?\nA:", "a": "4"}]
     data = write(tmp_path / "rows.jsonl", rows)
     fields = {"answer": "{a}", "extract": r"\d+", "chat": False}
@@ -151,6 +151,7 @@ def test_an_answer_ends_where_the_next_example_would_begin(model, tmp_path, monk
 
     assert right(**few) == 1.0
     assert right() == 0.0 and right(until=["Q:"]) == 1.0 and right(**few, until=["never"]) == 0.0
+    assert len(engines[0].cancelled) == 1, "nothing is generated behind the end"
     longer = write(tmp_path / "longer.jsonl", [{"q": "Q: 1+1?\nA:", "a": "It is\n\n2"}])
     with pytest.raises(ConfigError, match="until: expected what ends an answer, since the examples' have empty lines"):
         right(few_shot=1, few_shot_data=longer)
@@ -175,7 +176,10 @@ TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "c
         ({"kind": "other"}, "task 't': kind: expected one of exact_match, choice, got 'other'"),
         ({"kind": ["choice"]}, r"task 't': kind: expected one of exact_match, choice, got \['choice'\]"),
         ({"until": ["a"]}, r"task 't': until: expected none with kind choice, got \['a'\]"),
-        (EXACT | {"until": [""]}, r"task 't': until: expected a list of texts that are not empty or null, got \[''\]"),
+        (
+            EXACT | {"until": [""]},
+            r"task 't': until: expected a list of at most 16 texts that are not empty or null, got \[''\]",
+        ),
         (EXACT | {"extract": r"\d*"}, "extract: expected a regular expression that cannot match nothing or null"),
         ({"label": None}, "task 't': label: expected one with kind choice, got none"),
         ({"answer": "{a}"}, "task 't': answer: expected none with kind choice, got '{a}'"),

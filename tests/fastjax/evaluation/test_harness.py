@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fastjax.errors import ConfigError
+from fastjax.generation import text
 from fastjax.language_model import FastLanguageModel
 from tests.support.chat import write_model
 
@@ -57,29 +58,38 @@ def log_probs(harness, tokens):
 def test_continuations_with_and_without_context(harness):
     requests = [asked("Who? ", "Ann"), asked("", "Ben"), asked("x" * 100, "y")]
     found = harness.loglikelihood(requests)
-    for (context, text), (value, greedy) in zip((request.args for request in requests), found, strict=True):
-        tokens = harness._tokens(context + text)[-65:]  # a byte a token; this tokenizer puts no BOS before a text
+    for (context, said), (value, greedy) in zip((request.args for request in requests), found, strict=True):
+        tokens = harness._tokens(context + said)[-65:]  # a byte a token; this tokenizer puts no BOS before a text
         tokens = tokens if context else [1, *tokens]
-        scored = len(text) + (context[-1:] == " ")
+        scored = len(said) + (context[-1:] == " ")
         every, best = log_probs(harness, tokens)
         np.testing.assert_allclose(value, every[-scored:].sum(), rtol=1e-4)
         assert greedy == (best[-scored:].tolist() == tokens[-scored:])
 
 
 def test_a_long_text_predicts_each_token_once(harness):
-    text = "abcdefghij" * 15
-    (found,) = harness.loglikelihood_rolling([asked(text)])
-    tokens = [1, *harness._tokens(text)]
+    whole = "abcdefghij" * 15
+    (found,) = harness.loglikelihood_rolling([asked(whole)])
+    tokens = [1, *harness._tokens(whole)]
     parts = [log_probs(harness, tokens[start : start + 65])[0] for start in (0, 64)]
     last = log_probs(harness, tokens[86:])[0][-22:]  # with all the context that a row holds
     np.testing.assert_allclose(found, sum(part.sum() for part in (*parts, last)), rtol=1e-4)
 
 
-def test_answers_end_where_the_task_says(harness):
+def test_answers_end_where_the_task_says(harness, monkeypatch):
+    engines, made = [], text.engine_for
+    monkeypatch.setattr(text, "engine_for", lambda *arguments: engines.append(made(*arguments)) or engines[-1])
     (free,) = harness.generate_until([asked("Who?", {"until": [], "do_sample": False})])
     assert free
     end = free[len(free) // 2]
-    cut, short = harness.generate_until([asked("Who?", {"until": end}), asked("Who?", {"max_gen_toks": 2})])
+    wanted = [
+        {"until": end},
+        {"max_gen_toks": 2},
+        {"temperature": 1, "min_p": 1.0, "repetition_penalty": 1.0, "seed": 3},
+    ]
+    cut, short, likeliest = harness.generate_until([asked("Who?", each) for each in wanted])
     assert cut == free.split(end)[0] and free.startswith(short) and len(short) < len(free)
+    assert likeliest == free
+    assert len(engines) == 2, "requests of several settings share an engine"
     with pytest.raises(ConfigError, match="generation_kwargs: expected some of until, .* got num_beams"):
         harness.generate_until([asked("Who?", {"num_beams": 4})])

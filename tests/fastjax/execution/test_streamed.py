@@ -10,7 +10,7 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.execution.streamed import run_streamed
-from fastjax.generation import generate
+from fastjax.generation.generate import generate
 from fastjax.host_memory import in_host_memory, to_host_memory
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.host import with_host_layers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.generation import generate
+from fastjax.generation.generate import generate
 from tests.support import tiny
 
 #: Untied and with large weights: small random models repeat a token for ever.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastjax.generation import generate
+from fastjax.generation.generate import generate
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")

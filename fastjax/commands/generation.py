@@ -1,0 +1,55 @@
+"""Options of an answer on the command line: the fields of `GenerationOptions`, with their own sentences."""
+
+import argparse
+import dataclasses
+import typing
+
+from fastjax.generation.options import GenerationOptions
+from fastjax.options.words import meanings
+
+#: Fields that the command line sets.
+_NAMES = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n"),
+)
+
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an answer.
+
+    Args:
+        parser: of a command that generates.
+    """
+    said, kinds = meanings(GenerationOptions), typing.get_type_hints(GenerationOptions)
+    defaults = {field.name: field.default for field in dataclasses.fields(GenerationOptions)}
+    for name in _NAMES:
+        number = float if float in (kinds[name], *typing.get_args(kinds[name])) else int
+        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        meaning = said[name].removesuffix(".").replace("%", "%%")
+        parser.add_argument(
+            f"--{name}",
+            type=number,
+            default=defaults[name],
+            metavar="N" if number is int else "X",
+            help=meaning + shown,
+        )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the answer before it; may be given several times ($'\\n' is a new line in most shells)",
+    )
+
+
+def generation_options(arguments: argparse.Namespace) -> GenerationOptions:
+    """The options of an answer that are among a command's arguments.
+
+    Args:
+        arguments: with those of `add_generation`.
+
+    Raises:
+        ConfigError: names one that is out of its range.
+    """
+    given = {name: getattr(arguments, name) for name in _NAMES}
+    return GenerationOptions(**given, stop_strings=tuple(arguments.stop))
