@@ -30,6 +30,7 @@ class Stopped(NamedTuple):
 class Detokenizer:
     """One answer's text. Without stop strings the parts joined are `tokenizer.decode(ids, skip_special_tokens=True)`.
 
+    Spaces before punctuation stay, also where a tokenizer's `clean_up_tokenization_spaces` takes them away.
     Of several stop strings the match that begins first in the text wins, and of those that begin at one place the one
     that is complete first. A stop string may name special tokens, which the text leaves out.
 
