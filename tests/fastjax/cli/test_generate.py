@@ -72,8 +72,8 @@ def test_an_answer_is_printed_as_it_comes(engines, monkeypatch, capsys):
 def test_ctrl_c_leaves_what_is_printed_and_ends_the_rows(engines, monkeypatch, capsys):
     run = fake_engine.FakeEngine.run
 
-    def interrupted(engine):
-        for count, piece in enumerate(run(engine)):
+    def interrupted(engine, steps=None):
+        for count, piece in enumerate(run(engine, steps)):
             if count == 6:
                 raise KeyboardInterrupt
             yield piece
