@@ -25,11 +25,10 @@ from fastjax.generation.pages import Pages
 from fastjax.generation.programs import Decoded, decode, prefill
 from fastjax.generation.sampling import Picked
 from fastjax.generation.state import EngineState, Prompts, empty_state, has_axis
-from fastjax.models.caching import empty_states
+from fastjax.models.caching import PAGE, empty_states
 
-#: Tokens of a page, measured on an H100 (docs/lab/attention.md); the most tokens of prompts that are taken in at once;
-#: the fewest; and the most answers whose prompts are.
-PAGE, CHUNK, LEAST, ENTRIES = 64, 8192, 32, 64
+#: The most tokens of prompts that are taken in at once; the fewest; and the most answers whose prompts are.
+CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -53,7 +52,7 @@ class Engine:
             model: with or without an adapter.
             rows: answers at a time, up to 512; more wait.
             tokens: of prompts and answers that the cache holds, in pages of 64; None: as many as `rows` of
-                `max_length`.
+                `max_length`. Layers with a sliding window keep a ring of it a row, where that is less.
             max_length: the most tokens of a prompt with its answer; None: the model's `max_seq_length`.
             cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
                 16 bits and changes what is said a little; None: that of the computation.

@@ -12,7 +12,7 @@ from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.engine import PAGE, WIDTHS, Engine
 from fastjax.generation.engines import AnyEngine, Engines, whole_on
 from fastjax.generation.options import GenerationOptions
-from fastjax.models.caching import empty_states
+from fastjax.planning.cache import pages_that_fit
 
 #: Answers at a time; bytes of a cache where the device does not say what it has; the part of the free memory else.
 _ROWS, _BYTES, _SHARE = 256, 2**30, 0.75
@@ -77,17 +77,10 @@ def engine_for(model: LanguageModel, lengths: Sequence[int], options: Generation
     longest = max(lengths, default=1) + options.max_new_tokens
     length = min(max(PAGE, 1 << math.ceil(math.log2(max(longest, 1)))), model.max_seq_length)
     width = -(-length // PAGE)
-    room = _room() // max(1, bytes_of_a_token(model) * PAGE)
+    room = pages_that_fit(model.config, model.dtype, rows, (width * rows, PAGE), _room())
     pages = min(width * rows, max(width, 1 << max(0, int(math.log2(max(room, 1))))))
     settings: dict[str, Any] = {"rows": rows, "tokens": pages * PAGE, "max_length": length}
     return Engines(model, devices, **settings) if devices else Engine(model, **settings)
-
-
-def bytes_of_a_token(model: LanguageModel) -> int:
-    """Bytes that the layers keep of a token, in the dtype of the computation."""
-    decoder = model.module()
-    states = jax.eval_shape(lambda: empty_states(decoder, 1, (2, 1)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states)) // 2
 
 
 def _room() -> int:

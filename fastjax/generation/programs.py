@@ -59,8 +59,9 @@ def prefill(
     page = _page(state.layers)
     slots = Slots(
         tokens=real[None].astype(jnp.int32),
+        rows=jnp.where(real, prompts.rows[entry], rows.going.shape[0])[None],
+        positions=prompts.positions[None],
         pages=jnp.where(real, prompts.table[entry, prompts.positions // page], 0)[None],
-        places=(prompts.positions % page)[None],
         table=prompts.table[:1],
         lengths=prompts.lengths[:1],
         layer=jnp.int32(0),
@@ -77,7 +78,7 @@ def prefill(
         layers,
         jnp.where(real, prompts.answers + 1, 0)[None] if packed else None,
     )
-    layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts.copies)
+    layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts)
     ends = hidden[:, jnp.maximum(prompts.ends, 0)]
     return _picked(model, ends, EngineState(rows, layers), prompts)
 
@@ -131,8 +132,9 @@ def decode(
         own = jnp.take_along_axis(rows.table, (rows.lengths // page)[:, None], axis=1)
         slots = Slots(
             tokens=rows.going[:, None].astype(jnp.int32),
+            rows=jnp.where(rows.going, where, state.rows.going.shape[0])[:, None],
+            positions=rows.lengths[:, None],
             pages=jnp.where(rows.going[:, None], own, 0),
-            places=(rows.lengths % page)[:, None],
             table=rows.table,
             lengths=lengths,
             layer=jnp.int32(0),
@@ -242,16 +244,30 @@ def _put_back(layers: list[list[Any]], some: list[list[Any]], where: Int[Array, 
     return [[one(*pair) for pair in zip(*stacks, strict=True)] for stacks in zip(layers, some, strict=True)]
 
 
-def _copied(layers: list[list[Any]], copies: Int[Array, "E 2"]) -> list[list[Any]]:
-    """The states with some pages copied."""
+def _copied(layers: list[list[Any]], prompts: Prompts) -> list[list[Any]]:
+    """The states with those of a shared prompt in the rows that share it: the pages of their own, and their rings."""
+    shares = prompts.sources != jnp.arange(prompts.sources.shape[0])
+    order = jnp.argsort(~shares)
 
-    def copy(layers: list[list[Any]]) -> list[list[Any]]:
+    def pages(layers: list[list[Any]]) -> list[list[Any]]:
         def of(leaf: Array, axis: int) -> Array:
             at = (slice(None),) * axis
-            return leaf.at[(*at, copies[:, 1])].set(leaf[(*at, copies[:, 0])])
+            return leaf.at[(*at, prompts.copies[:, 1])].set(leaf[(*at, prompts.copies[:, 0])])
 
         return by_axis(layers, "pages", of)
 
-    if not has_axis(layers, "pages"):
-        return layers
-    return jax.lax.cond(jnp.any(copies[:, 1] > 0), copy, lambda layers: layers, layers)
+    def rings(number: Array, layers: list[list[Any]]) -> list[list[Any]]:  # of all at once a copy may be gigabytes
+        entry = order[number]
+        own, source = prompts.rows[entry], prompts.rows[prompts.sources[entry]]
+
+        def of(leaf: Array, axis: int) -> Array:
+            ring = jax.lax.dynamic_index_in_dim(leaf, source, axis)
+            return jax.lax.dynamic_update_index_in_dim(leaf, ring, own, axis)
+
+        return by_axis(layers, "rings", of)
+
+    if has_axis(layers, "pages"):
+        layers = jax.lax.cond(jnp.any(prompts.copies[:, 1] > 0), pages, lambda layers: layers, layers)
+    if has_axis(layers, "rings"):
+        layers = jax.lax.fori_loop(0, jnp.sum(shares), rings, layers)
+    return layers

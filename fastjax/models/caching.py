@@ -13,6 +13,9 @@ from fastjax.models.context import Context, Slots, document_ranges
 from fastjax.models.decoder import Decoder, embed, rotary_tables
 from fastjax.models.rotary import query_scales
 
+#: Tokens of a page, measured on an H100 (docs/lab/attention.md).
+PAGE = 64
+
 
 def empty_states(model: Decoder, batch: int, pages: tuple[int, int], dtype: jnp.dtype | None = None) -> list[list[Any]]:
     """The states of a decoder's layers before the first token: of each stack those of its period, for all its layers.

@@ -20,16 +20,18 @@ class Slots(NamedTuple):
 
     Attributes:
         tokens: which of the new ones are tokens and no padding, int32 1 or 0.
-        pages: the page of each new token, 0 of padding.
-        places: its place in the page.
+        rows: the row of each new token among the states' R; R of padding. A row's are in one piece, in their order.
+        positions: its position in the row.
+        pages: its page, 0 of padding.
         table: the pages of each row, from its first token on; entries behind its last page may be any number.
         lengths: tokens of each row, the new ones included.
         layer: number of the layer among those of its stack and place in the period.
     """
 
     tokens: Int[Array, "B S"]
+    rows: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
     pages: Int[Array, "B S"]
-    places: Int[Array, "B S"]
     table: Int[Array, "B M"]
     lengths: Int[Array, "B"]
     layer: Int[Array, ""]

@@ -1,23 +1,47 @@
 """Memory of generation: the keys and values of a token, and how many tokens fit beside the weights."""
 
+import bisect
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from convert.model.config import ModelConfig
+from fastjax.models.caching import PAGE
+from fastjax.models.mixers.keys_values import ring_pages
 from fastjax.planning.memory import ALLOCATOR_BYTES
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: DTypeLike) -> int:
-    """Bytes of the keys and values of one token in all layers; one with a sliding window keeps every token too.
+def cache_bytes(config: ModelConfig, dtype: DTypeLike, rows: int, pages: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of a token in all layers that keep every token, and bytes of the rings of those that keep a window.
 
     Args:
         config: the model's.
         dtype: of the cache.
+        rows: of the cache.
+        pages: how many there are (page 0 is nobody's), and tokens of each.
     """
-    values = 2 * config.num_key_value_heads * config.head_dim
-    return len(config.attention) * values * jnp.dtype(dtype).itemsize
+    rings = [ring_pages(layer.sliding_window, rows, pages) for layer in config.attention]
+    token = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return rings.count(None) * token, sum(ring or 0 for ring in rings) * rows * pages[1] * token
+
+
+def pages_that_fit(config: ModelConfig, dtype: DTypeLike, rows: int, most: tuple[int, int], room: int) -> int:
+    """Pages of a cache that take no more than some bytes, with the rings of its rows; 0: not even one.
+
+    Args:
+        config: the model's.
+        dtype: of the cache.
+        rows: of the cache.
+        most: pages that are asked for, and tokens of each.
+        room: bytes.
+    """
+
+    def size(pages: int) -> int:
+        token, rings = cache_bytes(config, dtype, rows, (pages + 1, most[1]))
+        return pages * most[1] * token + rings
+
+    return bisect.bisect_right(range(1, most[0] + 1), room, key=size)
 
 
 class CacheRoom(NamedTuple):
@@ -26,17 +50,19 @@ class CacheRoom(NamedTuple):
     Attributes:
         weights: bytes of the weights, adapters included.
         dtype: of the cache.
-        token_bytes: `cache_bytes_per_token`.
-        tokens: of all rows together, prompts included, that fit.
+        token_bytes: bytes of a token in the layers that keep every token.
+        row_bytes: bytes of a row in those that keep a sliding window.
+        tokens: of all rows together, prompts included, that fit in rows of a length.
     """
 
     weights: int
     dtype: str
     token_bytes: int
+    row_bytes: int
     tokens: int
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: int, dtype: DTypeLike, room: float) -> "CacheRoom":
+    def of(cls, config: ModelConfig, weights: int, dtype: DTypeLike, room: float, length: int) -> "CacheRoom":
         """The cache of a model.
 
         Args:
@@ -44,7 +70,8 @@ class CacheRoom(NamedTuple):
             weights: bytes of its arrays on the device.
             dtype: of the cache.
             room: bytes that the device has for all.
+            length: tokens of a row.
         """
-        token = cache_bytes_per_token(config, dtype)
+        token, row = cache_bytes(config, dtype, 1, (-(-length // PAGE) + 1, PAGE))
         left = max(0, int(room) - weights - ALLOCATOR_BYTES)
-        return cls(weights, str(jnp.dtype(dtype)), token, left // token if token else 0)
+        return cls(weights, str(jnp.dtype(dtype)), token, row, left * length // max(1, length * token + row))

@@ -195,7 +195,7 @@ class Planner:
         model = run.model("full")
         if self._mesh is not None or model.config.scored:
             return None
-        return CacheRoom.of(model.config, run.model_bytes, model.dtype, self._room.device)
+        return CacheRoom.of(model.config, run.model_bytes, model.dtype, self._room.device, model.max_seq_length)
 
     def _shapes(self, config: TrainConfig, opened: OpenModel) -> RunShapes:
         options = DETERMINISTIC if config.training.deterministic else None

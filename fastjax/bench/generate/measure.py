@@ -24,7 +24,8 @@ from fastjax.bench.timing import Row
 from fastjax.errors import TrainingError
 from fastjax.generation.engine import Engine
 from fastjax.language_model import LanguageModel
-from fastjax.planning.cache import cache_bytes_per_token
+from fastjax.models.caching import PAGE
+from fastjax.planning.cache import pages_that_fit
 from fastjax.planning.device import memory_limit
 from fastjax.training.metrics import peak_memory
 
@@ -163,8 +164,10 @@ class _Bench:
         if self._settings.tokens is not None or limit is None:
             return self._settings.tokens
         left = limit - stats["bytes_in_use"] - _BESIDE_CACHE
-        fitting = left // cache_bytes_per_token(self._model.config, cache or self._model.dtype)
-        return fitting if fitting < rows * length else None
+        wanted = rows * -(-length // PAGE)
+        dtype = cache or self._model.dtype
+        fitting = pages_that_fit(self._model.config, dtype, rows, (wanted, PAGE), int(left))
+        return PAGE * fitting if fitting < wanted else None
 
     def _prompts(self, rows: int, tokens: int) -> list[list[int]]:
         return self._random.integers(0, self._model.config.vocab_size, (rows, tokens)).tolist()

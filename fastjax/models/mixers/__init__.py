@@ -23,8 +23,9 @@ class LayerState(Protocol):
     """The state that the layers of a stack keep of the tokens so far, a pytree.
 
     Attributes:
-        AXES: the names of each leaf's axes: "layers" first, then "batch" where each row has its own, or "pages" and
-            "page" (pages and their places, which a table gives the rows); and logical axes of weights.
+        AXES: the names of each leaf's axes: "layers" first, then "batch" where each row has its own, which the new
+            tokens' rows are taken from, "rings" where all rows are at hand (`Slots.rows`), or "pages", which a table
+            gives the rows; "page", the places of a page; and logical axes of weights.
     """
 
     AXES: ClassVar[tuple[tuple[str, ...], ...]]
@@ -84,7 +85,7 @@ class Mixer(Protocol):
         Args:
             layers: that share it, each with a part of its own.
             batch: rows.
-            pages: how many there are, and tokens of each.
+            pages: how many there are (page 0 is nobody's), and tokens of each.
             dtype: of what is kept of a token.
         """
         ...

@@ -1,7 +1,7 @@
 """Softmax attention."""
 
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from fastjax.lora.norm import PreparedRows
 from fastjax.lora.params import BaseParam
 from fastjax.models.context import Context, Slots
 from fastjax.models.layer_inputs import LayerInputs
+from fastjax.models.mixers.keys_values import KeysValues, Rings, Seen, empty_keys_values
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, batch_part, local
@@ -25,37 +26,6 @@ from pallas_kernels.attention import SegmentRanges, attention, ring_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
-
-
-class KeysValues(NamedTuple):
-    """Keys and values of the tokens so far, in pages."""
-
-    keys: Float[Array, "L N K P D"]
-    values: Float[Array, "L N K P D"]
-
-    AXES = (("layers", "pages", "key_heads", "page", "head_dim"),) * 2
-
-    def written(self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots) -> "KeysValues":
-        """With the new tokens in their places."""
-        pages, places = slots.pages.reshape(-1), slots.places.reshape(-1)
-
-        def with_new(held: Array, new: Array) -> Array:
-            new = new.astype(held.dtype).reshape(-1, *new.shape[2:])
-            return held.at[slots.layer, pages, :, places].set(new, mode="promise_in_bounds")
-
-        return KeysValues(with_new(self.keys, keys), with_new(self.values, values))
-
-    def of_rows(self, slots: Slots, dtype: jnp.dtype) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
-        """The rows' keys and values one after another; behind a row's last token they may be anything finite."""
-        page = self.keys.shape[3]
-        needed = jnp.arange(slots.table.shape[1])[None] * page < slots.lengths[:, None]
-        table = jnp.where(needed, slots.table, 0)
-
-        def gathered(held: Array) -> Array:
-            taken = jnp.moveaxis(held[slots.layer, table], 2, 3)
-            return taken.reshape(table.shape[0], -1, *taken.shape[3:]).astype(dtype)
-
-        return gathered(self.keys), gathered(self.values)
 
 
 class Sinks(nnx.Module):
@@ -138,67 +108,53 @@ class Attention(nnx.Module):
         q, k, v = self._heads(x, context, key, prepared)
         return self._out(self._attend(q, k, v, context.segment_ranges, key), x.dtype, key, residual)
 
-    def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> KeysValues:
+    def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> KeysValues | Rings:
         """Keys and values of no token."""
         dtype = jnp.dtype(jnp.float32) if self.float32 else dtype
-        _, key_heads, size = self.shape
-        shape = (layers, pages[0], key_heads, pages[1], size)
-        return KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return empty_keys_values(layers, batch, pages, self.shape[1:], self.settings.sliding_window, dtype)
 
     @jax.named_scope("attention")
     def step(
         self,
         x: Float[Array, "B S E"],
-        state: KeysValues,
+        state: KeysValues | Rings,
         context: Context,
         residual: Float[Array, "B S E"] | None = None,
         prepared: PreparedRows | None = None,
-    ) -> tuple[Float[Array, "B S E"], KeysValues]:
+    ) -> tuple[Float[Array, "B S E"], KeysValues | Rings]:
         """The output for new tokens, as `Mixer.step`."""
         slots = context.slots
         assert slots is not None, "new tokens need their slots"
         q, k, v = self._heads(x, context, None, prepared)
-        state = state.written(k, v, slots)
         if context.segment_ranges is not None:
+            state = state.written(k, v, slots)
             out = self._attend(q, k, v, context.segment_ranges, None)
         elif x.shape[1] == 1:
+            state = state.written(k, v, slots)
             out = self._attend_to_pages(q[:, 0], state, slots)[:, None]
         else:
-            out = self._attend_to_rows(q, state, slots)
+            state, seen = state.seen(k, v, slots)
+            out = self._attend_to_rows(q, seen, slots)
         return self._out(out, x.dtype, None, residual), state
 
-    def _attend_to_pages(self, q: Float[Array, "B H D"], state: KeysValues, slots: Slots) -> Float[Array, "B H D"]:
+    def _attend_to_pages(
+        self, q: Float[Array, "B H D"], state: KeysValues | Rings, slots: Slots
+    ) -> Float[Array, "B H D"]:
         """Attention of one token a row."""
 
         def attend(q, state, slots, sinks):
-            return paged_attention(
-                q, state.keys, state.values, slots.table, slots.lengths, layer=slots.layer, sinks=sinks,
-                **self._options(),
-            )  # fmt: skip
+            keys, values, table = state.paged(slots)
+            options = {"layer": slots.layer, "sinks": sinks, **self._options()}
+            return paged_attention(q, keys, values, table, slots.lengths, **options)
 
         island = local(attend, in_specs=(P(),) * 4, out_specs=P())
         return island(q, state, slots, self._sink_logits())
 
-    def _attend_to_rows(self, q: Float[Array, "B S H D"], state: KeysValues, slots: Slots) -> Float[Array, "B S H D"]:
-        """Attention of several tokens of rows that have others before: a row at a time, since each has its own."""
-        keys, values = state.of_rows(slots, q.dtype)
-        filled = (jnp.arange(keys.shape[1])[None] < slots.lengths[:, None]).astype(jnp.int32)
-        outs = []
-        for row in range(q.shape[0]):
-            only = slice(row, row + 1)
-            outs.append(
-                attention(
-                    q[only],
-                    keys[only],
-                    values[only],
-                    segment_ids=slots.tokens[only],
-                    kv_segment_ids=filled[only],
-                    query_offset=slots.lengths[row] - jnp.sum(slots.tokens[row]),
-                    sinks=self._sink_logits(),
-                    **self._options(),
-                )
-            )
-        return jnp.concatenate(outs)
+    def _attend_to_rows(self, q: Float[Array, "B S H D"], seen: Seen, slots: Slots) -> Float[Array, "B S H D"]:
+        """Attention of several tokens of rows that have others before."""
+        documents = {"segment_ids": slots.tokens, "kv_segment_ids": seen.filled}
+        place = {"query_offset": seen.offset, "sinks": self._sink_logits()}
+        return attention(q, seen.keys, seen.values, **documents, **place, **self._options())
 
     def why_not_fused(self, dtype: jnp.dtype) -> str | None:
         """The reason, a clause, that the way from input to turned heads is not one unit with its adapters; None: it is.

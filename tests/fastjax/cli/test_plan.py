@@ -191,7 +191,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     step = StepMemory(101 * 10**9, 98 * 10**9, 138 * 10**9)
     sent = (Collective("all-gather", 64, 25e9),)
     row = PlannedStep("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
-    cache = CacheRoom(6 * 10**9, "bfloat16", 2**17, 10_000) if mesh.size == 1 else None
+    cache = CacheRoom(6 * 10**9, "bfloat16", 2**17, 3 * 2**19, 10_000) if mesh.size == 1 else None
     plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, (), row, cache)
     room = MemoryLimits(2.2e11, 2e11)
     lines, content = shown(plan, room)
@@ -201,7 +201,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     assert re.search(r" 138\.00 +5,854\.5 +9% ", cells)
     assert "offload is left out: layer_loop: expected 'scan', got layers one by one." in lines
     assert content["refused"] == plan.refused and content["policies"][0]["model_flops"] == 5361.5e12
-    said = "generation: 128.0 KiB of cache a token in bfloat16; beside weights of 6.00 GB 10,000 tokens fit"
+    said = "generation: 128.0 KiB of cache a token in bfloat16 and 1.5 MiB a row for sliding windows; beside weights"
     assert [line for line in lines if line.startswith(said)] == ([] if cache is None else lines[-1:])
     assert content["cache"] == (None if cache is None else cache._asdict())
 

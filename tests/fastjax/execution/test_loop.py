@@ -80,7 +80,7 @@ def test_each_layer_adds_to_its_place_in_its_stacks_states():
         return x, after, {}
 
     x, number = jnp.ones((1, 1, 2)), jnp.zeros((1, 1), jnp.int32)
-    slots = Slots(number, number, number, number, number[0], jnp.int32(0))
+    slots = Slots(*(number,) * 5, number[0], jnp.int32(0))
     blocks = [(block, arrays) for _, arrays in blocks_of(jnp.asarray(SCALES))]
     states = [[jnp.full((stack.count, 2), float(stack.start))] * stack.period for stack in PLAN]
     last, found = run_steps(PLAN, blocks, x, Context({}, None, None, slots=slots), states)

@@ -50,12 +50,14 @@ def test_steps():
     tokens = jnp.asarray([[7, 9, 11, 13, 17]], jnp.int32)
 
     def hidden(decoder):
-        states, found = caching.empty_states(decoder, 1, 8), []
+        states, found = caching.empty_states(decoder, 1, (4, 2)), []
+        table, longest = jnp.asarray([[2, 1, 3]], jnp.int32), jnp.full((1, 1), 5, jnp.int32)
         for start, stop in ((0, 3), (3, 4), (4, 5)):
-            filled = (jnp.arange(8)[None] < stop).astype(jnp.int32)
-            slots = Slots(jnp.int32(start), filled, jnp.ones((1, stop - start), jnp.int32))
             positions = jnp.arange(start, stop, dtype=jnp.int32)[None]
-            out, states = caching.step(decoder, tokens[:, start:stop], positions, slots, states)
+            ones = jnp.ones_like(positions)
+            pages, lengths = table[:, positions[0] // 2], jnp.asarray([stop], jnp.int32)
+            slots = Slots(ones, 0 * ones, positions, pages, table, lengths, jnp.int32(0))
+            out, states = caching.step(decoder, tokens[:, start:stop], positions, longest * ones, slots, states)
             found.append(out)
         return np.concatenate(found, axis=1)
 
