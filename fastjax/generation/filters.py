@@ -33,7 +33,6 @@ def kept(
         min_p: those of at least this share of the likeliest one's probability; 0: all.
     """
     counted, summed = top_k > 0, top_p < 1
-    wide = logits.astype(jnp.float32)
 
     def by_count() -> Array:
         found = _threshold(logits, jnp.ones_like, top_k.astype(jnp.float32))
@@ -43,11 +42,14 @@ def kept(
         def weights(wide: Array) -> Array:
             return jnp.where(wide >= least[:, None], jnp.exp(scaled(wide)), 0)
 
-        mass = jnp.maximum(top_p * jnp.sum(weights(wide), axis=-1), jnp.finfo(jnp.float32).tiny)
+        sums = jnp.sum(weights(logits.astype(jnp.float32)), axis=-1)
+        mass = jnp.maximum(top_p * sums, jnp.finfo(jnp.float32).tiny)
         return jnp.where(summed, jnp.maximum(_threshold(logits, weights, mass), least), least)
 
     least = jax.lax.cond(jnp.any(counted), by_count, lambda: jnp.full_like(top_p, -jnp.inf))
     least = jax.lax.cond(jnp.any(summed), by_mass, lambda least: least, least)
+    # Made here and not above: what a branch takes from outside is an array in memory.
+    wide = logits.astype(jnp.float32)
     return (wide >= least[:, None]) & (scaled(wide) >= jnp.log(min_p)[:, None])
 
 

@@ -51,17 +51,19 @@ def random_logits(rows, words=WORDS, dtype=np.float32):
     ids=str,
 )
 def test_frequencies_are_those_of_the_distribution(settings):
-    """By χ² of 8,192 tokens of an answer."""
+    """By χ² of 8,192 tokens of an answer, and of the pairs of one and the next."""
     rows, options = 8192, GenerationOptions(**settings, seed=5)
     logits = random_logits(1, 12)[0] / 2
     found = run(np.tile(logits, (rows, 1)), [options] * rows, prompt=PROMPT, answer=ANSWER)
     expected = distribution(logits, options, PROMPT, ANSWER)
     counts = np.bincount(found.tokens, minlength=12)
     assert not counts[expected == 0].any()
-    likely = expected > 0
-    squares = np.sum((counts[likely] - rows * expected[likely]) ** 2 / (rows * expected[likely]))
-    free = likely.sum() - 1
-    assert squares < free + 4 * np.sqrt(2 * free) + 8, "the chance is below 1e-4"
+    pairs = np.bincount(found.tokens[:-1] * 12 + found.tokens[1:], minlength=144)
+    for count, probability in ((counts, expected), (pairs, np.outer(expected, expected).ravel())):
+        likely = count.sum() * probability > 3
+        squares = (count - count.sum() * probability)[likely] ** 2 / (count.sum() * probability)[likely]
+        free = likely.sum() - 1
+        assert squares.sum() < free + 4 * np.sqrt(2 * free) + 8, "the chance is below 1e-4"
     np.testing.assert_allclose(found.log_probs, log_softmax(logits)[found.tokens], atol=1e-5)
 
 
