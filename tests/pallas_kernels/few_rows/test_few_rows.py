@@ -103,3 +103,31 @@ def test_gate(rows, parts, ranks):
     gate, up = np.split(wide(base).sum(0) + of_parts(own, products), 2, axis=1)
     close(h, gate / (1 + np.exp(-gate)) * up)
     close(shares.sum(0)[:, :8], wide(h) @ wide(down.lora_A[0]).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 7, 16, 33, 64])
+def test_on_the_card(rows):
+    """Every pass as interpreted, up to the order of sums; of the layer of Llama 3 8B."""
+    make = arrays(None)
+    x, weight, residual = make(rows, 4096).astype(jnp.bfloat16), make(4096), make(rows, 4096).astype(jnp.bfloat16)
+    qkv, o = adapters(make, 4096, (4096, 1024, 1024), (16,) * 3), adapters(make, 4096, (4096,), (16,))
+    gated, down = adapters(make, 4096, (14336, 14336), (16, 8)), adapters(make, 14336, (4096,), (16,))
+    angles, options = make(rows, 64), {"dtype": jnp.bfloat16}
+    narrow, wide_base, base = make(2, rows, 6144), make(1, rows, 28672).astype(jnp.bfloat16), make(4, rows, 4096)
+    jnp.full((64, 1024, 1024), jnp.nan).block_until_ready()
+
+    def passes(interpret):
+        normed, products = triton.normed_products(x, weight, qkv.lora_A, eps=1e-5, offset=0.0, interpret=interpret)
+        turn = {"counts": (32, 8), **options, "interpret": interpret}
+        yield normed
+        yield from triton.heads(narrow, products, qkv, jnp.cos(angles), jnp.sin(angles), **turn)
+        _, products = triton.normed_products(x, None, o.lora_A, eps=0.0, offset=0.0, interpret=interpret)
+        yield triton.add(base, products, o, residual, **options, interpret=interpret)
+        _, products = triton.normed_products(x, None, gated.lora_A, eps=0.0, offset=0.0, interpret=interpret)
+        h, products = triton.gate(wide_base, products, gated, down, activation="silu", **options, interpret=interpret)
+        yield h
+        yield triton.add(base, products, down, residual, **options, interpret=interpret)
+
+    for found, expected in zip(passes(False), passes(True), strict=True):
+        close(found, wide(expected))
