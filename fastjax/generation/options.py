@@ -70,7 +70,8 @@ class GenerationOptions:
     stop_strings: Annotated[tuple[str, ...], Strict(False), "strings"] = ()
     """texts that end the answer where the first of them begins, at most 16."""
     top_logprobs: Annotated[int, Interval(ge=0, le=MAX_LIKELIEST)] | None = None
-    """the number of likeliest tokens told with each chosen one, with their log-probabilities; null: none."""
+    """the number of likeliest tokens told with each chosen one, with their log-probabilities by the model's own logits:
+    before bias, penalties, temperature and filters; null: none."""
 
     def __post_init__(self) -> None:
         _require_most("logit_bias", len(self.logit_bias), MAX_BIASES, "token ids")

@@ -8,6 +8,7 @@ import pytest
 from fastjax.generation.filters import kept
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.sampling import host_arrays, pick
+from tests.support.hlo import equations
 from tests.support.sampling import distribution, log_softmax
 
 WORDS = 301  # more than two blocks of the search for the likeliest, the last of them filled up
@@ -227,3 +228,18 @@ def test_nothing_compiles_again_and_nothing_is_computed_unasked():
         logits, jax.tree.map(np.zeros_like, none), jnp.ones((64, WORDS), jnp.int32), jnp.zeros(64, jnp.int32)
     )
     assert (zeros.tokens == logits.argmax(-1)).all() and np.isfinite(zeros.log_probs).all()
+
+
+def test_unchanged_logits_are_read_in_their_dtype():
+    """No loop or branch takes them as an array in float32, which would be written first."""
+    logits, none = random_logits(4, dtype=jnp.bfloat16), host_arrays([GenerationOptions()] * 4, [0] * 4, WORDS)
+    program = jax.make_jaxpr(pick)(logits, none, jnp.zeros((4, WORDS), jnp.int32), jnp.zeros(4, jnp.int32)).jaxpr
+    _, by_settings = next(one for one in program.eqns if one.primitive.name == "cond").params["branches"]
+    unchanged, changed = next(one for one in by_settings.eqns if one.primitive.name == "cond").params["branches"]
+
+    def taken(branch):
+        inner = [one for one in equations(branch) if one.primitive.name in ("cond", "while", "scan")]
+        return {str(var.aval.dtype) for one in inner for var in one.invars if var.aval.shape == (4, WORDS)}
+
+    assert taken(unchanged) == {"bfloat16"}
+    assert taken(changed) == {"float32", "int32"}
