@@ -16,6 +16,7 @@ from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_ax
 from fastjax.models.caching import step
 from fastjax.models.context import Slots
 from fastjax.models.decoder import Decoder, lm_logits
+from fastjax.quantization.weights import decoded_scales
 
 
 class Decoded(NamedTuple):
@@ -118,7 +119,8 @@ def decode(
     Returns:
         The state and the tokens.
     """
-    model, page = nnx.merge(graphdef, trainable, frozen), _page(state.layers)
+    # Nested scales are decoded here, once, and not in each step.
+    model, page = nnx.merge(graphdef, trainable, decoded_scales(frozen)), _page(state.layers)
     width = where.shape[0]
     layers = _taken(state.layers, where)
 

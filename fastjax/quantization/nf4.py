@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
+from fastjax.host_memory import in_host_memory
 from fastjax.parallel import ROWS, local
 from fastjax.quantization.weight import Float8Operand, Weight
 from pallas_kernels import nf4
@@ -83,6 +84,17 @@ class NF4Weight(Weight):
             )
             block, group = block + blocks, group + groups
         return jnp.concatenate(decoded).reshape(self.absmax.shape)
+
+    def decoded_scales(self) -> "NF4Weight":
+        """With scales that are not nested; of arrays that lead with layers or experts, too."""
+        if self.nested_absmax is None or in_host_memory(self.absmax):
+            return self
+        decode = NF4Weight.scales
+        for _ in range(self.absmax.ndim - (2 if self.order == "split" else 1)):
+            decode = jax.vmap(decode)
+        return dataclasses.replace(
+            self, absmax=decode(self), nested_absmax=None, nested_quant_map=None, nested_offset=None
+        )
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, each device with its own rows of x."""

@@ -12,6 +12,7 @@ import pytest
 from convert.errors import ConvertError
 from convert.formats import nf4
 from fastjax.quantization import MixedWeight, NF4Weight, as_weight, concatenate, dequantize, matmul
+from fastjax.quantization.weights import decoded_scales
 
 #: (rows of the parts, columns): whole blocks a row; blocks that cross rows; an odd number of elements.
 SHAPES = [((64, 32, 32), 128), ((24, 40), 72), ((3, 5), 21), ((7,), 64), ((300, 300), 64)]
@@ -115,3 +116,17 @@ def test_blocks_of_another_size_are_refused(sizes):
     )
     with pytest.raises(ConvertError, match="block"):
         NF4Weight.from_tensor(tensor)
+
+
+def test_scales_decoded_once_are_those_of_each_product():
+    """Of a weight of two parts, of one in bitsandbytes' order, of stacked layers; other leaves stay."""
+    draw = np.random.default_rng(5).standard_normal
+    one, other = (NF4Weight.quantize(jnp.asarray(draw(shape), jnp.float32)) for shape in ((96, 128), (32, 128)))
+    parts, rest = one.concatenate([other]), NF4Weight.quantize(jnp.asarray(draw((5, 100)), jnp.float32))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, one)
+    found = decoded_scales({"parts": parts, "rest": rest, "layers": stacked, "norm": jnp.ones(3)})
+    for name, weight in (("parts", parts), ("rest", rest)):
+        assert found[name].nested_absmax is None and found[name].nested_offset is None
+        np.testing.assert_array_equal(found[name].absmax, weight.scales())
+    np.testing.assert_array_equal(found["layers"].absmax, jnp.stack([one.scales()] * 2))
+    np.testing.assert_array_equal(found["norm"], 1.0)
