@@ -152,7 +152,9 @@ def piece_of(one: Choice, came: Decoded) -> Piece:
     reason = "length" if one.answered + count >= one.options.max_new_tokens else None
     wanted = one.options.top_logprobs or 0
     likeliest = tuple(
-        tuple((int(token), float(value)) for token, value in zip(ids[:wanted], values[:wanted], strict=True))
+        tuple(
+            (int(token), float(value)) for token, value in zip(ids[:wanted], values[:wanted], strict=True) if token >= 0
+        )
         for ids, values in zip(came.likeliest_ids[:count], came.likeliest[:count], strict=True)
     )
     return Piece(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fastjax.generation.sampling import Picked, pick
 from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_axis
@@ -143,7 +143,8 @@ def decode(
         )
         hidden, layers = step(model, rows.token[:, None], rows.lengths[:, None], rows.longest[:, None], slots, layers)
         logits = lm_logits(model.lm_head, hidden)[:, 0]
-        picked = pick(logits, rows.sampling, rows.seen, rows.answered)
+        wanted = jax.tree.map(functools.partial(_where_going, rows.going), rows.sampling)
+        picked = pick(logits, wanted, rows.seen, rows.answered)
         told = picked._replace(tokens=jnp.where(rows.going, picked.tokens, -1))
         out = jax.tree.map(lambda all, one: all.at[number].set(one), out, Decoded(*told))
         rows = rows._replace(lengths=jnp.where(rows.going, rows.lengths + 1, rows.lengths))
@@ -155,6 +156,11 @@ def decode(
     carry = (jnp.int32(0), rows, layers, out)
     _, rows, layers, out = jax.lax.while_loop(going, body, carry)
     return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out
+
+
+def _where_going(going: Bool[Array, "W"], setting: Array) -> Array:
+    """A setting of the rows that go on, and zeros of the others, which ask for nothing."""
+    return jnp.where(going.reshape(-1, *[1] * (setting.ndim - 1)), setting, 0)
 
 
 def _pick_shapes(model: Decoder, rows: Rows, width: int) -> tuple[Any, ...]:
