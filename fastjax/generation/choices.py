@@ -8,6 +8,7 @@ import numpy as np
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.generation.adapters import NO_ADAPTER
 from fastjax.generation.options import MAX_STOPS, GenerationOptions
 from fastjax.generation.programs import Decoded
 from fastjax.generation.sampling import host_arrays
@@ -51,6 +52,7 @@ class Choice:
         number: its own among the request's.
         prompt: token ids.
         options: the request's.
+        adapter: number of its adapter; -1: none.
         source: the answer whose prompt's pages it shares, or None.
         row: its row; -1: none yet.
         pages: its pages.
@@ -62,6 +64,7 @@ class Choice:
     number: int
     prompt: np.ndarray
     options: GenerationOptions
+    adapter: int = NO_ADAPTER
     source: "Choice | None" = None
     row: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -134,7 +137,9 @@ def prompt_arrays(entries: Sequence[Choice], taken: Sequence[int], sizes: Sizes)
     stops = np.full((count, MAX_STOPS), -1, np.int32)
     for entry, each in enumerate(settings):
         stops[entry, : len(each.stop_tokens)] = each.stop_tokens
-    own: Any = (limits, longest, stops, host_arrays(settings, choices, sizes.words))
+    adapters = np.full(count, NO_ADAPTER, np.int32)
+    adapters[: len(entries)] = [one.adapter for one in entries]
+    own: Any = (limits, longest, stops, host_arrays(settings, choices, sizes.words), adapters)
     arrays: Any = (tokens, positions, answers, rows, sources, copies, ends, fresh, table, lengths, *own)
     return Prompts(*arrays)
 

@@ -9,7 +9,7 @@ waits. The pages that an answer may need are set aside when it begins, so no ans
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel, check_logits
+from fastjax.generation.adapters import AdapterSet, join_adapters
 from fastjax.generation.choices import Choice, Piece, Sizes, piece_of, prompt_arrays, token_ids
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.pages import Pages
@@ -38,8 +39,9 @@ class Engine:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: LanguageModel | AdapterSet,
         *,
+        adapters: Mapping[str, LanguageModel] | None = None,
         rows: int = 64,
         tokens: int | None = None,
         max_length: int | None = None,
@@ -49,7 +51,10 @@ class Engine:
         """Set the cache aside.
 
         Args:
-            model: with or without an adapter.
+            model: with or without an adapter; or one to which `adapters` are joined already.
+            adapters: by name, models with a low-rank adapter each over the same base (`model` as
+                `FastLanguageModel.load_adapter` took it), of which every request chooses one. Their ranks add up, and
+                the engine holds them once more, in the dtype of the computation. None join or leave it later.
             rows: answers at a time, up to 512; more wait.
             tokens: of prompts and answers that the cache holds, in pages of 64; None: as many as `rows` of
                 `max_length`. Layers with a sliding window keep a ring of it a row, where that is less.
@@ -59,8 +64,11 @@ class Engine:
             steps: tokens of each answer that a call of `step` brings at most.
 
         Raises:
-            ConfigError: a setting out of range, a reward model, or a cache too small for one answer of `max_length`.
+            ConfigError: a setting out of range, a reward model, a cache too small for one answer of `max_length`, or an
+                adapter over another base, with DoRA, with trained tables or rows of them, or on tables or experts.
         """
+        self._adapters = model if isinstance(model, AdapterSet) else join_adapters(model, adapters or {})
+        model = self._adapters.model
         check_logits(model, "generate")
         longest = model.max_seq_length if max_length is None else max_length
         for name, value, most in (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length)):
@@ -69,7 +77,7 @@ class Engine:
         dtypes = (str(model.dtype), "float8_e4m3fn")
         if cache_dtype not in (None, *dtypes):
             raise ConfigError(f"cache_dtype: expected {' or '.join(dtypes)}, got {shown(cache_dtype)}")
-        self.model, self.rows, self.max_length, self.steps = model, rows, longest, steps
+        self.rows, self.max_length, self.steps = rows, longest, steps
         width = -(-longest // PAGE)
         count = width * rows if tokens is None else -(-tokens // PAGE)
         if count < width:
@@ -90,24 +98,38 @@ class Engine:
         self._numbers = 0
 
     @property
+    def model(self) -> LanguageModel:
+        """The model, with its adapters; another value may take its place, but where `adapters` are joined to it."""
+        return self._adapters.model
+
+    @model.setter
+    def model(self, model: LanguageModel) -> None:
+        self._adapters = self._adapters.of_value(model)
+
+    @property
     def busy(self) -> bool:
         """Whether an answer is waited for."""
         return bool(self._waiting or self._entering or self._going or self._ended)
 
-    def add(self, prompt: Sequence[int], options: GenerationOptions | None = None) -> int:
+    def add(
+        self, prompt: Sequence[int], options: GenerationOptions | None = None, *, adapter: str | None = None
+    ) -> int:
         """Ask for answers to a prompt.
 
         Args:
             prompt: token ids, at least one.
             options: of the answers; their `stop_strings` are the caller's to look for (`generation.text`).
+            adapter: name of one of the engine's `adapters`; None: what its model is by itself, with its own adapter or
+                without any.
 
         Returns:
             The request's number.
 
         Raises:
-            ConfigError: no prompt, a token that the model does not have, a setting out of range, or prompt and answer
-                longer than `max_length`.
+            ConfigError: no prompt, a token that the model does not have, a setting out of range, prompt and answer
+                longer than `max_length`, or a name that no adapter has.
         """
+        number = self._adapters.number(adapter)
         vocabulary = self.model.config.vocab_size
         options = (GenerationOptions() if options is None else options).checked(vocabulary)
         tokens = token_ids(prompt, vocabulary)
@@ -118,7 +140,7 @@ class Engine:
                 f"{options.max_new_tokens}; load the model with a larger max_seq_length, or ask for fewer"
             )
         self._numbers += 1
-        self._waiting += [Choice(self._numbers, choice, tokens, options) for choice in range(options.n)]
+        self._waiting += [Choice(self._numbers, choice, tokens, options, number) for choice in range(options.n)]
         return self._numbers
 
     def cancel(self, request: int, choice: int | None = None) -> None:

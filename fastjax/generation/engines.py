@@ -5,7 +5,8 @@ the least to do, and all of them step at once.
 """
 
 import concurrent.futures
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
+from fastjax.generation.adapters import join_adapters
 from fastjax.generation.choices import Piece
 from fastjax.generation.engine import Engine
 from fastjax.generation.options import GenerationOptions
@@ -21,12 +23,20 @@ from fastjax.generation.options import GenerationOptions
 class Engines:
     """An `Engine` on each device, as one."""
 
-    def __init__(self, model: LanguageModel, devices: Sequence[Any], **settings: Any):
+    def __init__(
+        self,
+        model: LanguageModel,
+        devices: Sequence[Any],
+        *,
+        adapters: Mapping[str, LanguageModel] | None = None,
+        **settings: Any,
+    ):
         """Put the model on the devices that do not have it, and set caches aside.
 
         Args:
             model: with or without an adapter.
             devices: GPUs of this process, each once.
+            adapters: that requests choose, as `Engine` takes them.
             settings: of each engine, as `Engine` takes them.
 
         Raises:
@@ -35,9 +45,11 @@ class Engines:
         if not devices or len(set(devices)) < len(devices):
             raise ConfigError(f"devices: expected devices, each once, got {shown([str(each) for each in devices])}")
         self.engines: list[Engine] = []
+        joined = join_adapters(model, adapters or {})
         for device in devices:
             with jax.default_device(device):  # of the cache
-                self.engines.append(Engine(_on_device(model, device), **settings))
+                own = dataclasses.replace(joined, model=_on_device(joined.model, device))
+                self.engines.append(Engine(own, **settings))
         self._pool = concurrent.futures.ThreadPoolExecutor(len(devices), thread_name_prefix="engine")
         self._left = [0] * len(devices)
         self._requests: dict[int, tuple[int, int, int]] = {}
@@ -49,12 +61,15 @@ class Engines:
         """Whether an answer is waited for."""
         return any(engine.busy for engine in self.engines)
 
-    def add(self, prompt: Sequence[int], options: GenerationOptions | None = None) -> int:
+    def add(
+        self, prompt: Sequence[int], options: GenerationOptions | None = None, *, adapter: str | None = None
+    ) -> int:
         """Ask for answers to a prompt, as `Engine.add`.
 
         Args:
             prompt: token ids, at least one.
             options: of the answers.
+            adapter: name of one of `adapters`.
 
         Returns:
             The request's number.
@@ -64,7 +79,7 @@ class Engines:
         """
         options = GenerationOptions() if options is None else options
         place = min(range(len(self.engines)), key=self._left.__getitem__)
-        own = self.engines[place].add(prompt, options)
+        own = self.engines[place].add(prompt, options, adapter=adapter)
         number = len(self._requests) + 1
         cost = options.n * (len(prompt) // 16 + options.max_new_tokens)  # a token of a prompt takes less time
         self._left[place] += cost

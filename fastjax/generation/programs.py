@@ -78,6 +78,7 @@ def prefill(
         slots,
         layers,
         jnp.where(real, prompts.answers + 1, 0)[None] if packed else None,
+        prompts.adapters[entry][None],
     )
     layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts)
     ends = hidden[:, jnp.maximum(prompts.ends, 0)]
@@ -141,7 +142,8 @@ def decode(
             lengths=lengths,
             layer=jnp.int32(0),
         )
-        hidden, layers = step(model, rows.token[:, None], rows.lengths[:, None], rows.longest[:, None], slots, layers)
+        token, length, longest = (each[:, None] for each in (rows.token, rows.lengths, rows.longest))
+        hidden, layers = step(model, token, length, longest, slots, layers, adapters=rows.adapters[:, None])
         logits = lm_logits(model.lm_head, hidden)[:, 0]
         wanted = jax.tree.map(functools.partial(_where_going, rows.going), rows.sampling)
         picked = pick(logits, wanted, rows.seen, rows.answered)
@@ -195,6 +197,7 @@ def _admitted(rows: Rows, prompts: Prompts, entry: Int[Array, "S"], real: Array)
         longest=prompts.longest,
         stops=prompts.stops,
         sampling=prompts.sampling,
+        adapters=prompts.adapters,
         seen=seen,
     )
     return _rows_set(rows, mine, prompts.rows)

@@ -25,6 +25,7 @@ class Rows(NamedTuple):
         stops: tokens that end the answer; -1: none.
         going: whether the answer goes on.
         sampling: how its tokens are picked.
+        adapters: number of its adapter, where several are joined; -1: none.
         seen: bit 0: whether a word stands in the prompt; above it how often it stands in the answer.
     """
 
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     stops: Int[Array, "R N"]
     going: Bool[Array, "R"]
     sampling: Sampling
+    adapters: Int[Array, "R"]
     seen: Int[Array, "R V"]
 
 
@@ -76,6 +78,7 @@ def empty_state(model: Decoder, rows: int, pages: tuple[int, int], width: int, d
             stops=jnp.zeros((rows, MAX_STOPS), jnp.int32),
             going=jnp.zeros(rows, bool),
             sampling=jax.tree.map(jnp.asarray, host_arrays([GenerationOptions()] * rows, [0] * rows, words)),
+            adapters=numbers,
             seen=jnp.zeros((rows, words), jnp.int32),
         )
         return EngineState(own, empty_states(model, rows, pages, dtype))
@@ -136,3 +139,4 @@ class Prompts(NamedTuple):
     longest: Int[Array, "E"]
     stops: Int[Array, "E N"]
     sampling: Sampling
+    adapters: Int[Array, "E"]

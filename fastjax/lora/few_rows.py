@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fastjax.lora.rank_products import Matrices, PartSpec
+from fastjax.lora.rank_products import Matrices, PartSpec, choice_of
 from pallas_kernels import few_rows
 
 
@@ -34,9 +34,11 @@ class Addends(NamedTuple):
 
 def adapters_of(parts: Sequence[PartSpec], matrices: Matrices) -> few_rows.Adapters:
     """The parts' adapters as the kernels take them."""
-    pairs = [matrices[part.name] if part.rank else (None, None) for part in parts]
+    pairs = [matrices[part.name][:2] if part.rank else (None, None) for part in parts]
     lora_A, lora_B = zip(*pairs, strict=True)
-    return few_rows.Adapters(lora_A, lora_B, tuple(part.rows for part in parts), tuple(part.scaling for part in parts))
+    rows, scalings, chosen = [part.rows for part in parts], [part.scaling for part in parts], choice_of(matrices)
+    chosen = None if chosen is None else flat(chosen)
+    return few_rows.Adapters(lora_A, lora_B, tuple(rows), tuple(scalings), chosen)
 
 
 def served(x: Float[Array, "B S in"], adapters: few_rows.Adapters, *features: int) -> bool:

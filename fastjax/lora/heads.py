@@ -17,6 +17,7 @@ from fastjax.lora.norm import PreparedRows
 from fastjax.lora.rank_products import (
     Matrices,
     PartSpec,
+    chosen_products,
     drops,
     gradients_of_B,
     into_dtypes,
@@ -73,13 +74,14 @@ def _forward(parts: tuple[PartSpec, ...], heads: tuple[int, int], x, arrays: Ope
     products, rows = (None, None) if prepared is None else (prepared.added(x.dtype), prepared.rows)
     if products is None:
         products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key), "lora")
+    chosen = chosen_products(parts, arrays.matrices, products)
     lora_B = stacked_B(parts, arrays.matrices, x.dtype)
 
     def turn(base, products, cos, sin, lora_B):
         return split_rope_lora_forward(base, products, lora_B, cos, sin, heads=heads)
 
     base = as_weight(arrays.weight).matmul_scaled(x if rows is None else rows)  # pyright: ignore[reportArgumentType]
-    turned = on_rows(turn, (base, products, arrays.cos, arrays.sin), (lora_B,))
+    turned = on_rows(turn, (base, chosen, arrays.cos, arrays.sin), (lora_B,))
     return tuple(name_residual(part, "projection") for part in turned), (x, products, arrays)
 
 

@@ -23,6 +23,7 @@ from fastjax.lora.rank_products import (
     Matrices,
     PartSpec,
     add_products,
+    chosen_products,
     drops,
     into_dtypes,
     product_gradients,
@@ -108,7 +109,7 @@ split_parts.defvjp(
 
 def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
     """A and B by the part's name."""
-    return {name: (adapter.lora_A[...], adapter.lora_B[...]) for name, adapter in adapters.items()}
+    return {name: adapter.matrices for name, adapter in adapters.items()}
 
 
 def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[PartSpec, ...]:
@@ -129,7 +130,7 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
 
 def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    inner = name_residual(rank_products(parts, matrices, read, key), "lora")
+    inner = name_residual(chosen_products(parts, matrices, rank_products(parts, matrices, read, key)), "lora")
     lora_B = stacked_B(parts, matrices, x.dtype)
     y = add_products(parts, as_weight(weight).matmul_scaled(x), inner, lora_B, None if scales else residual)
     before = y = name_residual(y, "projection")

@@ -22,6 +22,7 @@ from fastjax.lora.rank_products import (
     Matrices,
     PartSpec,
     add_products,
+    chosen_products,
     drops,
     into_dtypes,
     product_gradients,
@@ -125,7 +126,7 @@ def _forward(block: Block, x, residual, arrays: Operands):
     if block.down.rank:
         if product_down is None:
             product_down = rank_products((block.down,), arrays.matrices, h, arrays.key)
-        product_down = name_residual(product_down, "lora")
+        product_down = name_residual(chosen_products((block.down,), arrays.matrices, product_down), "lora")
         lora_B = stacked_B((block.down,), arrays.matrices, x.dtype)
         y = add_products((block.down,), below.matmul_scaled(h), product_down, lora_B, residual)
     else:
@@ -208,6 +209,7 @@ def _inner(block: Block, x, arrays: Operands) -> Inner | None:
         products = rank_products(block.parts, arrays.matrices, x, arrays.key, rank)
     else:
         products = jnp.zeros((*x.shape[:-1], len(block.parts) * rank), x.dtype)
+    products = chosen_products(block.parts, arrays.matrices, products)
     if arrays.bias is not None:
         column = max(part.rank for part in block.parts)
         one = (jnp.arange(products.shape[-1]) % rank == column).astype(products.dtype)

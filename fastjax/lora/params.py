@@ -34,12 +34,21 @@ class LoraLinear(nnx.Module):
         magnitude: [out] (DoRA), or None.
         scaling: lora_alpha / r, or lora_alpha / √r.
         dropout: probability of a zeroed input in training.
+        chosen: of adapters that are joined (`lora.joined`), which rank products each token has, as
+            `rank_products.Matrices` has it; None: every token has all.
     """
 
     def __init__(self, lora_A: Array, lora_B: Array, magnitude: Array | None, *, scaling: float, dropout: float):
         self.scaling, self.dropout = scaling, dropout
         self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
         self.magnitude = None if magnitude is None else LoraParam(magnitude)
+        self.chosen: Constant | None = None
+
+    @property
+    def matrices(self) -> tuple[Array, ...]:
+        """A, B, and what is chosen, as `rank_products.Matrices` has them."""
+        both = self.lora_A[...], self.lora_B[...]
+        return both if self.chosen is None else (*both, self.chosen[...])
 
     def column_scale(self, weight: WeightLike, rows: slice) -> Float[Array, " out"] | None:
         """DoRA's factor of each output: magnitude over the norm of W + s·B·A, float32; None without DoRA.

@@ -177,7 +177,7 @@ def _input(call: _Call, x: Float[Array, "B S in"]) -> Float[Array, "B S in"]:
 def _plain(call: _Call, x: Array, weight: WeightLike, matrices: Matrices) -> Array:
     """The projection without a quantiser."""
     adapters = {
-        part.name: LoraLinear(*matrices[part.name], None, scaling=part.scaling, dropout=0.0)
+        part.name: LoraLinear(matrices[part.name][0], matrices[part.name][1], None, scaling=part.scaling, dropout=0.0)
         for part in call.parts
         if part.rank
     }

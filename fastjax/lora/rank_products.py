@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.lora.units import on_rows, row_slices
@@ -44,8 +44,9 @@ class PartSpec(NamedTuple):
     dropout: float = 0.0
 
 
-#: (A [R, in], B [out, R]) of the parts with an adapter, by name, in the dtype of training.
-Matrices = Mapping[str, tuple[Array, Array]]
+#: (A [R, in], B [out, R]) of the parts with an adapter, by name, in the dtype of training; where adapters are joined
+#: (`lora.joined`) also which of its rank products each token has, 1 or 0, int8 [B, S, `padded_rank(R)`], alike for all.
+Matrices = Mapping[str, tuple[Array, ...]]
 
 
 def with_adapter(parts: Sequence[PartSpec]) -> list[PartSpec]:
@@ -118,6 +119,29 @@ def rank_products(
             product = jnp.zeros((*x.shape[:-1], 0), x.dtype)
         products.append(_padded(product, rank - part.rank, axis=-1))
     return jnp.concatenate(products, axis=-1)
+
+
+def choice_of(matrices: Matrices) -> Int8[Array, "B S R"] | None:
+    """Which rank products each token has, where adapters are joined; None: every token has all."""
+    return next((each[2] for each in matrices.values() if len(each) > 2), None)
+
+
+def chosen_products(
+    parts: Sequence[PartSpec], matrices: Matrices, products: Float[Array, "B S PR"]
+) -> Float[Array, "B S PR"]:
+    """The rank products as B is to take them: zeros for those that a token does not have, where adapters are joined.
+
+    Args:
+        parts: as in `rank_products`.
+        matrices: as there.
+        products: as it gives them.
+    """
+    chosen = choice_of(matrices)
+    if chosen is None:
+        return products
+    apart = products.reshape(*products.shape[:-1], len(parts), -1)
+    chosen = _padded(chosen, apart.shape[-1] - chosen.shape[-1], axis=-1)
+    return jnp.where(chosen[:, :, None, :] != 0, apart, 0.0).reshape(products.shape)
 
 
 def rank_product_gradients(

@@ -163,7 +163,9 @@ def _parts(
     """The parts' outputs side by side."""
     sizes = [(part.name, part.rows) for part in parts]
     adapters = {
-        part.name: LoraLinear(*matrices[part.name], None, scaling=part.scaling, dropout=part.dropout)
+        part.name: LoraLinear(
+            matrices[part.name][0], matrices[part.name][1], None, scaling=part.scaling, dropout=part.dropout
+        )
         for part in parts
         if part.rank
     }

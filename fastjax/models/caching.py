@@ -39,6 +39,7 @@ def step(
     slots: Slots,
     states: list[list[Any]],
     segment_ids: Int[Array, "B S"] | None = None,
+    adapters: Int[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S E"], list[list[Any]]]:
     """Hidden states of S new tokens after those that the states hold, and the states with them.
 
@@ -50,10 +51,15 @@ def step(
         slots: their places, and those before.
         states: as `empty_states` makes them.
         segment_ids: document of each token, 0 for padding, where several begin in a row; None: each goes on a row.
+        adapters: number of each token's adapter, where they are joined; -1: none.
     """
     rotary, scales = rotary_tables(model.config, positions, longest), query_scales(model.config, positions)
     ranges = None if segment_ids is None else document_ranges(segment_ids)
     context = Context(rotary, ranges, None, scales, mask=slots.tokens != 0, slots=slots)
+    if model.rank_owners is not None:
+        assert adapters is not None, "joined adapters are chosen"
+        chosen = adapters[:, :, None] == model.rank_owners[...][None, None]
+        context = context._replace(chosen=chosen.astype(jnp.int8))
     x = embed(model, tokens)
     with jax.named_scope("layers"):
         x, states = model.executor.step(model, x, context, states)

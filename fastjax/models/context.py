@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
 
 from fastjax.parallel import BATCH, local
 from pallas_kernels.attention import SegmentRanges, segment_ranges
@@ -50,6 +50,8 @@ class Context(NamedTuple):
         mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.
         quantizing: whether fake quantisers are in force; None: they are.
         slots: where the new tokens stand among those before them; None: the rows are whole.
+        chosen: which rank products each token has, where adapters are joined (`lora.joined`), 1 or 0; None: they are
+            not.
     """
 
     rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
@@ -59,6 +61,7 @@ class Context(NamedTuple):
     mask: Bool[Array, "B S"] | None = None
     quantizing: Bool[Array, ""] | None = None
     slots: Slots | None = None
+    chosen: Int8[Array, "B S R"] | None = None
 
 
 def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:

@@ -55,6 +55,8 @@ class Decoder(nnx.Module):
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
         executor: how it is executed.
         quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
+        rank_owners: where adapters are joined (`lora.joined`) the number of the adapter that each rank is of, int [R];
+            None: they are not.
         start: the trained arrays as a run begins with them (`models.start`), or None.
     """
 
@@ -85,6 +87,7 @@ class Decoder(nnx.Module):
         self.config, self.plan, self.precision = config, tuple(plan), precision
         self.executor: Executor = executor or Executor()
         self.quantizing: Constant | None = None
+        self.rank_owners: Constant | None = None
         self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
         float8 = precision.base_compute == "float8"

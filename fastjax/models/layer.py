@@ -15,7 +15,7 @@ from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers import MIXERS, Mixer
 from fastjax.models.mlp import build_mlp
 from fastjax.models.moe import Mixture, build_mixture
-from fastjax.models.projection import quantized_projections
+from fastjax.models.projection import low_rank_adapters, quantized_projections
 from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
 from fastjax.residuals import ATTENDED
 
@@ -129,6 +129,9 @@ def step_layers(layers: Any, x: Array, context: Context, first: Array, states: S
         The output, the states after it, and no sums.
     """
     after: list[Any] = []
+    if context.chosen is not None:
+        for adapter in low_rank_adapters(layers):
+            adapter.chosen = nnx.data(Constant(context.chosen))
     for layer, state in zip(layers, states, strict=True):
 
         def step(x: Array, context: Context, _: None, *rest: Any, layer: Any = layer, state: Any = state) -> Array:

@@ -223,6 +223,11 @@ def quantized_projections(module: nnx.Module) -> list[Projection]:
     return [projection for projection in projections if projection.quantizer is not None]
 
 
+def low_rank_adapters(module: nnx.Module) -> list[LoraLinear]:
+    """The adapters of the projections in a module."""
+    return [each for _, each in nnx.iter_modules(module) if isinstance(each, LoraLinear)]
+
+
 def without_adapters(module: M, *, at_scale_zero: bool = False) -> M:
     """A copy of a module without low-rank adapters, trained rows and fake quantisers, over the same arrays: the base's.
 

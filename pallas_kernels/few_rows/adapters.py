@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-from jax import Array
+from jaxtyping import Array, Int8
 
 from pallas_kernels.tiles import padded_rank
 
@@ -18,12 +18,14 @@ class Adapters:
         lora_B: [rows, R] of each part; None as there.
         parts: output features of each.
         scalings: of each part.
+        chosen: which of its rank products, `slot` for each part, a row has: 1 or 0, int8; None: each has all.
     """
 
     lora_A: tuple[Array | None, ...]
     lora_B: tuple[Array | None, ...]
     parts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     scalings: tuple[float, ...] = dataclasses.field(metadata={"static": True})
+    chosen: Int8[Array, "N R"] | None = None
 
     @property
     def rank(self) -> int:

@@ -92,18 +92,18 @@ def add(
         (features // columns, rows),
         "few_rows_add",
         interpret,
-    )(base, products, adapters.lora_B, residual)
+    )(base, products, adapters.lora_B, adapters.chosen, residual)
 
 
-def _add(base_ref, products_ref, b_refs, residual_ref, out_ref, *, adapters: "_Described", columns: int):
+def _add(base_ref, products_ref, b_refs, chosen_ref, residual_ref, out_ref, *, adapters: "_Described", columns: int):
     rows, first = _rows_of(base_ref.shape[1]), pl.program_id(0) * columns
-    cols = first + jax.lax.iota(jnp.int32, columns)
+    cols, thin = first + jax.lax.iota(jnp.int32, columns), (products_ref, chosen_ref)
 
     def part(number: int, start: int):
         lora_B, total = _load_B(b_refs[number], cols - start, adapters.slot), _sum(base_ref, rows, cols)
         if residual_ref is not None:
             total += _load(residual_ref, rows, cols).astype(jnp.float32)
-        _store(out_ref, rows, cols, total + _through(products_ref, lora_B, adapters, number, rows, out_ref.dtype))
+        _store(out_ref, rows, cols, total + _through(thin, lora_B, adapters, number, rows, out_ref.dtype))
 
     _of_part(adapters.parts, first, part)
 
@@ -129,13 +129,14 @@ def heads(
         (sum(every), rows),
         "few_rows_heads",
         interpret,
-    )(base, products, adapters.lora_B, cos, sin)
+    )(base, products, adapters.lora_B, adapters.chosen, cos, sin)
 
 
 def _heads(
     base_ref,
     products_ref,
     b_refs,
+    chosen_ref,
     cos_ref,
     sin_ref,
     *out_refs,
@@ -154,7 +155,7 @@ def _heads(
         if which < 2:
             cos, sin = (_load(ref, rows, feature).astype(jnp.float32) for ref in (cos_ref, sin_ref))
         first, second = (
-            base + _through(products_ref, lora_B, adapters, number, rows, out_ref.dtype)
+            base + _through((products_ref, chosen_ref), lora_B, adapters, number, rows, out_ref.dtype)
             for base, lora_B in zip(bases, matrices, strict=True)
         )
         if which < 2:
@@ -187,7 +188,7 @@ def gate(
     )
     h = jax.ShapeDtypeStruct((rows, features), dtype)
     return _call(kernel, (h, addends), (features // columns, rows), "few_rows_gate", interpret)(
-        base, products, adapters.lora_B, down.lora_A[0]
+        base, products, adapters.lora_B, adapters.chosen, down.lora_A[0]
     )
 
 
@@ -195,6 +196,7 @@ def _gate(
     base_ref,
     products_ref,
     b_refs,
+    chosen_ref,
     a_ref,
     h_ref,
     addends_ref,
@@ -211,7 +213,7 @@ def _gate(
     lora_A = _load_A(a_ref, cols, slot) if early else None
     bases = [_sum(base_ref, rows, half * features + cols) for half in range(2)]
     gate, up = (
-        bases[half] + _through(products_ref, matrices[half], adapters, half * apart, rows, h_ref.dtype)
+        bases[half] + _through((products_ref, chosen_ref), matrices[half], adapters, half * apart, rows, h_ref.dtype)
         for half in range(2)
     )
     h = (ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
@@ -303,20 +305,26 @@ def _load_B(b_ref, rows: Array, slot: int) -> Array | None:
     return None if b_ref is None else _thin(b_ref, rows, jax.lax.iota(jnp.int32, slot), 1)
 
 
-def _through(products_ref, lora_B: Array | None, adapters: _Described, part: int, rows: Array, dtype) -> Array | float:
+def _through(
+    thin: tuple[Any, Any], lora_B: Array | None, adapters: _Described, part: int, rows: Array, dtype
+) -> Array | float:
     """A part's rank products times its s·B, float32; both rounded to the dtype of the computation.
 
     Args:
-        products_ref: addends of the products.
+        thin: references of the addends of the products, and of those that each row has; either may be None.
         lora_B: some rows of B of the part, or None.
         adapters: of the projection.
         part: its number.
         rows: of the products.
         dtype: of the computation.
     """
+    products_ref, chosen_ref = thin
     if products_ref is None or lora_B is None:
         return 0.0
-    products = _sum(products_ref, rows, part * adapters.slot + jax.lax.iota(jnp.int32, adapters.slot))
+    ranks = jax.lax.iota(jnp.int32, adapters.slot)
+    products = _sum(products_ref, rows, part * adapters.slot + ranks)
+    if chosen_ref is not None:
+        products = jnp.where(_load(chosen_ref, rows, ranks) != 0, products, 0.0)
     return _product(products.astype(dtype), (lora_B.astype(jnp.float32) * adapters.scalings[part]).astype(dtype))
 
 

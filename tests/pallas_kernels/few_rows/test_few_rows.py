@@ -1,5 +1,8 @@
 """The passes for a few rows, interpreted, against sums in float64."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -131,3 +134,27 @@ def test_on_the_card(rows):
 
     for found, expected in zip(passes(False), passes(True), strict=True):
         close(found, wide(expected))
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_rows_have_the_rank_products_that_are_chosen(rows):
+    """As if the others were zeros, NaN among them too."""
+    make = arrays(rows)
+    own = adapters(make, 64, (256, 128, 128), (16, 0, 8))
+    gated = adapters(make, 64, (256, 256), (8, 16))
+    chosen = jnp.asarray(np.random.default_rng(rows).integers(0, 2, (rows, 16)), jnp.int8)
+    base, angles = make(2, rows, 512), make(rows, 32)
+    options = {"dtype": jnp.bfloat16, "interpret": True}
+    calls = [
+        (own, lambda products, own: triton.add(base, products, own, None, **options)),
+        (own, lambda products, own: triton.heads(base, products, own, angles, angles, counts=(4, 2), **options)),
+        (gated, lambda products, own: triton.gate(base, products, own, own, activation="silu", **options)),
+    ]
+    for own, call in calls:
+        addends, _ = some_products(make, rows, own)
+        every = np.tile(chosen, len(own.parts))[None] != 0
+        found = call(jnp.where(every, addends, jnp.nan), dataclasses.replace(own, chosen=chosen))
+        for part, expected in zip(
+            jax.tree.leaves(found), jax.tree.leaves(call(jnp.where(every, addends, 0.0), own)), strict=True
+        ):
+            np.testing.assert_array_equal(wide(part), wide(expected))

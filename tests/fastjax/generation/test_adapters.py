@@ -1,0 +1,165 @@
+"""Adapters chosen a row: each request's answer is that of its own adapter alone, whatever stands beside it."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.generation import engine as engine_module
+from fastjax.generation.engine import Engine
+from fastjax.generation.engines import Engines
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.programs import decode, prefill
+from tests.support import tiny
+from tests.support.families import MIXTURES
+
+#: Untied and with large weights: small random models repeat a token for ever. Without biases on attention, which keep
+#: it from being one unit with its adapters.
+CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
+UNITED = {**CHANGES, "attention_bias": False, "mlp_bias": False}
+#: Of other ranks, factors and modules; the second by other ranks on some, with dropout, and not on all.
+KINDS = {
+    "sums": {"seed": 1, "r": 4, "lora_alpha": 64},
+    "Sums": {
+        "seed": 2,
+        "r": 2,
+        "lora_alpha": 40,
+        "use_rslora": True,
+        "rank_pattern": {"v_proj": 4, "up_proj": 1},
+        "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+        "lora_dropout": 0.5,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    """Prompts and answers of many pages, and prompts of several pieces."""
+    monkeypatch.setattr(engine_module, "PAGE", 16)
+    monkeypatch.setattr(engine_module, "CHUNK", 32)
+    monkeypatch.setattr(engine_module, "LEAST", 32)
+
+
+@functools.cache
+def base(united=True, scan=True):
+    changes = UNITED if united else CHANGES
+    return tiny.model(
+        tiny.shared_folder(**changes), tiny.config(**changes), layer_loop="scan" if scan else "unroll"
+    ).value
+
+
+@functools.cache
+def adapter(name, united=True, scan=True):
+    return tiny.adapted(base(united, scan), **KINDS[name])
+
+
+@functools.cache
+def prompts():
+    return [prompt.tolist() for prompt in tiny.documents(tiny.config(), (9, 1, 33, 20, 70, 32), seed=4)]
+
+
+def whole_passes(model, prompt, answer, width=128):
+    """The log-probabilities of a row by one forward pass, of what stands in the place of each token of the answer."""
+    padded, count = np.zeros((1, width), np.int32), len(prompt) + len(answer)
+    padded[0, :count] = [*prompt, *answer]
+    logits = tiny.logits(model, padded, segment_ids=(np.arange(width)[None] < count).astype(np.int32))
+    return jax.nn.log_softmax(logits[0, len(prompt) - 1 : count - 1], axis=-1)
+
+
+def check(engine, models, requests):
+    """The tokens of requests (prompt, adapter, n) that come two a step; each is that of its model's forward pass."""
+    numbers, found = [], {}
+    while len(numbers) < len(requests) or engine.busy:
+        for prompt, name, n in requests[len(numbers) : len(numbers) + 2]:
+            numbers.append(engine.add(prompt, GenerationOptions(max_new_tokens=10, n=n), adapter=name))
+        for piece in engine.step():
+            tokens, told = found.setdefault((piece.request, piece.choice), ([], []))
+            tokens += piece.tokens
+            told += piece.log_probs
+    for number, (prompt, name, n) in zip(numbers, requests, strict=True):
+        for choice in range(n):
+            tokens, told = found[number, choice]
+            whole = whole_passes(models[name], prompt, tokens)
+            assert len(tokens) == 10 and tokens == whole.argmax(-1).tolist()
+            np.testing.assert_allclose(told, whole[np.arange(10), tokens], rtol=0, atol=1e-4)
+    return [found[number, 0][0] for number in numbers]
+
+
+@pytest.mark.exhaustive("scan")
+@pytest.mark.parametrize(("united", "scan"), [(True, True), (False, False)], ids=["scan", "unroll"])
+def test_each_row_has_its_own_adapter_and_no_other(united, scan):
+    """One prompt under every name, interleaved over reused rows, and others between; biases, and layers unrolled too.
+
+    One model under two names is two adapters; the model's own is one of them; no mixture compiles anything.
+    """
+    sums, other = adapter("sums", united, scan), adapter("Sums", united, scan)
+    models = {None: base(united, scan), "sums": sums, "Sums": other, "again": other}
+    engine = Engine(models[None], adapters={name: models[name] for name in models if name}, rows=3, steps=3)
+    names = [None, "Sums", "again", "sums", None, "sums"]
+    requests = [(prompts()[4], name, 2 if name == "again" else 1) for name in names]
+    requests += [(prompt, name, 1) for prompt, name in zip(prompts(), reversed(names), strict=True)]
+    found = check(engine, models, requests)
+    said = {name: found[place] for place, name in enumerate(names)}
+    assert said["Sums"] == said["again"] and len({*map(str, said.values())}) == 3, "an adapter changes the answer"
+    programs = prefill._cache_size(), decode._cache_size()
+    check(engine, models, [(prompts()[0], "Sums", 1), (prompts()[4], None, 1), (prompts()[3], "Sums", 1)])
+    beside = Engine(sums, adapters={"Sums": other, "again": other}, rows=3, steps=3)
+    check(beside, {**models, None: sums}, [(prompts()[0], name, 1) for name in (None, "again", "Sums")])
+    assert (prefill._cache_size(), decode._cache_size()) == programs
+
+
+@pytest.mark.exhaustive(by="test_each_row_has_its_own_adapter_and_no_other")
+def test_devices_that_answer_as_one_have_the_same_adapters():
+    models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
+    devices = Engines(base(), jax.devices()[:2], adapters={"sums": models["sums"], "Sums": models["Sums"]}, rows=2)
+    check(devices, models, [(prompts()[0], name, 1) for name in ("sums", "Sums", None, "sums")])
+
+
+@pytest.mark.exhaustive(by="test_each_row_has_its_own_adapter_and_no_other")
+def test_a_router_and_a_shared_expert_take_several_adapters(tmp_path):
+    config = {**MIXTURES["qwen2_moe"], "initializer_range": 0.3}
+    moe = tiny.model(tmp_path, config).value
+    modules = ["o_proj", "shared_expert.down_proj", "shared_expert.up_proj", "shared_expert_gate"]
+    models = {seed: tiny.adapted(moe, int(seed), lora_alpha=64, target_modules=modules) for seed in ("1", "2")}
+    engine = Engine(moe, adapters=models, rows=4)
+    prompt = tiny.documents(config, (12,))[0].tolist()
+    check(engine, {**models, None: moe}, [(prompt, name, 1) for name in ("1", None, "2")])
+
+
+@pytest.mark.parametrize("names", [["sums", "Sums"], []])
+def test_a_name_that_no_adapter_has_is_refused_with_those_there_are(names):
+    engine = Engine(base(), adapters={name: adapter(name) for name in names}, rows=2)
+    there = "one of sums, Sums" if names else "None, since the engine has been given no adapters"
+    for name in ("SUMS", "sum", "", 3, ["sums"]):
+        with pytest.raises(ConfigError, match=f"adapter: expected {there}, got "):
+            engine.add([1], adapter=name)
+    assert not engine.busy
+    if names:
+        with pytest.raises(ConfigError, match="engine.model: expected the one with adapters"):
+            engine.model = base()
+
+
+def of_tables():
+    return tiny.adapted(base(), use_dora=True, target_modules=["q_proj", "embed_tokens", "lm_head"])
+
+
+def of_rows():
+    return tiny.adapted(base(), target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (base, "got one without; None chooses the base"),
+        (of_tables, "of the layers alone, got a trained embed_tokens, use_dora, a trained lm_head; merge it"),
+        (of_rows, "got trainable_token_indices, a trained lm_head; merge it"),
+        (lambda: adapter("sums", united=False), r"differs in biases, base \("),
+        (lambda: tiny.adapted(base(), target_modules=["q_proj"], layers_to_transform=[0]), "layers_to_transform"),
+    ],
+)
+def test_what_does_not_join_is_refused_by_name(other, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        Engine(base(), adapters={"sums": adapter("sums"), "odd": other()}, rows=2)
+    assert str(error.value).startswith("adapters: 'odd': expected")
