@@ -18,6 +18,7 @@ from fastjax.generation.options import GenerationOptions
 from fastjax.parallel import make_mesh
 from tests.support import tiny
 from tests.support.families import CONFIGS, MIXTURES
+from tests.support.generation import whole_passes
 
 FAMILIES = {**CONFIGS, **MIXTURES}
 #: Untied and with large weights: small random models repeat a token for ever.
@@ -43,14 +44,6 @@ def model(adapter=False):
 @functools.cache
 def prompts():
     return [prompt.tolist() for prompt in tiny.documents(CONFIG, (9, 1, 33, 20, 70, 32), seed=4)]
-
-
-def whole_passes(model, prompt, answer, width=128):
-    """The log-probabilities of a row by one forward pass, of what stands in the place of each token of the answer."""
-    padded, count = np.zeros((1, width), np.int32), len(prompt) + len(answer)
-    padded[0, :count] = [*prompt, *answer]
-    logits = tiny.logits(model, padded, segment_ids=(np.arange(width)[None] < count).astype(np.int32))
-    return jax.nn.log_softmax(logits[0, len(prompt) - 1 : count - 1], axis=-1)
 
 
 def collected(engine, requests, schedule=None):

@@ -1,0 +1,239 @@
+"""What other engines got wrong, asked of one engine whose rows come and go, beside a fresh one for each answer."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.generation import engine as engine_module
+from fastjax.generation import face
+from fastjax.generation.engine import Engine
+from fastjax.generation.options import GenerationOptions
+from tests.support import tiny
+from tests.support.generation import whole_logits, whole_passes
+from tests.support.sampling import distribution
+
+#: Untied and with large weights: small random models repeat a token for ever.
+CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "num_hidden_layers": 2}
+CONFIG = tiny.config(**CHANGES)
+ROWS, ROOM = 8, 22
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """Pages of 16 tokens, prompts in pieces of 32, and one width of the programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PAGE": 16, "CHUNK": 32, "LEAST": 32, "WIDTHS": (ROWS,)}.items():
+            patch.setattr(engine_module, name, value)
+        yield
+
+
+@functools.cache
+def model():
+    return tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=False)
+
+
+def fresh():
+    """An engine with room for fewer answers than it has rows, if they are long."""
+    return Engine(model(), rows=ROWS, tokens=ROOM * 16, steps=4)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return fresh()
+
+
+@functools.cache
+def prompt(length, seed=0):
+    return tiny.documents(CONFIG, (length,), seed=seed)[0].tolist()
+
+
+def collected(engine, requests, after=0):
+    """Answers [request][choice]: tokens, log-probabilities, likeliest, reason; some are asked after one step."""
+    numbers, pieces = [], {}
+    for place, (tokens, options) in enumerate(requests):
+        if place == after > 0:
+            for piece in engine.step():
+                pieces.setdefault((piece.request, piece.choice), []).append(piece)
+        numbers.append(engine.add(tokens, options))
+    for piece in engine.run():
+        pieces.setdefault((piece.request, piece.choice), []).append(piece)
+    assert engine._pages.free == ROOM and len(engine._free) == ROWS and {key[0] for key in pieces} == {*numbers}
+
+    def answer(parts):
+        joined = [sum((getattr(part, name) for part in parts), ()) for name in ("tokens", "log_probs", "likeliest")]
+        assert [part.finish_reason is None for part in parts] == [True] * (len(parts) - 1) + [False]
+        return (*joined, parts[-1].finish_reason)
+
+    return [
+        [answer(pieces[number, choice]) for choice in range(options.n)]
+        for number, (_, options) in zip(numbers, requests, strict=True)
+    ]
+
+
+def alone(tokens, options):
+    [answers] = collected(fresh(), [(tokens, options)])
+    return answers
+
+
+def test_temperature_0_takes_the_likeliest_token_in_every_row(engine):
+    beside = {"top_p": 0.3, "top_k": 7, "min_p": 0.1, "seed": 5, "max_new_tokens": 6}
+    found = collected(engine, [(prompt(9), GenerationOptions(n=4, **beside))] * 25)
+    answers = {one for request in found for one in request}
+    [(tokens, _, _, reason)] = answers
+    assert list(tokens) == whole_passes(model(), prompt(9), tokens).argmax(-1).tolist() and reason == "length"
+
+
+def test_what_is_off_changes_no_bit(engine):
+    plain = {"max_new_tokens": 8, "temperature": 0.8, "seed": 3}
+    off = [{"top_k": 0}, {"top_k": -1}, {"top_k": CONFIG["vocab_size"]}, {"top_k": 2**31}, {"top_p": 1}, {"min_p": 0}]
+    off += [{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}, {"logit_bias": {4: 0}}, {}]
+    found = collected(engine, [(prompt(9), GenerationOptions(**plain, **more)) for more in off])
+    assert {one[:2] for [one] in found} == {found[-1][0][:2]}
+
+
+def test_penalties_of_a_row_are_its_own(engine):
+    """Repetition counts prompt and answer, the others the answer, from the first token on."""
+    settings = [
+        {"repetition_penalty": 4.0},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": -2.0},
+        {"repetition_penalty": 0.5, "frequency_penalty": 1.0, "logit_bias": {5: 2.0}},
+        {},
+    ]
+    requests = [
+        (prompt(length, seed), GenerationOptions(max_new_tokens=10, **more))
+        for seed, length in enumerate((3, 24))
+        for more in settings
+    ]
+    for (tokens, options), [(answer, *_)] in zip(requests, collected(engine, requests, after=3), strict=True):
+        logits = whole_logits(model(), tokens, answer)
+        expected = [distribution(row, options, tokens, answer[:n]).argmax() for n, row in enumerate(logits)]
+        assert list(answer) == expected, options
+
+
+def test_a_seed_and_penalties_give_the_answers_that_they_give_alone(engine):
+    """In a full cache, in other orders, among rows without a seed; four choices are four answers, twice the same."""
+    options = GenerationOptions(
+        max_new_tokens=40, temperature=1.0, top_p=0.95, seed=11, n=4, repetition_penalty=1.2, frequency_penalty=0.3
+    )
+    expected = alone(prompt(33), options)
+    assert len({one[0] for one in expected}) == 4 and alone(prompt(33), options) == expected
+    others = [
+        (prompt(50, 2), GenerationOptions(max_new_tokens=20, temperature=2.0, seed=n)) for n in range(6)
+    ]  # 5 pages each of 22: they wait for each other
+    for place, after in ((0, 0), (3, 2), (6, 6)):
+        found = collected(engine, [*others[:place], (prompt(33), options), *others[place:]], after)[place]
+        assert [one[0] for one in found] == [one[0] for one in expected]
+        np.testing.assert_allclose([one[1] for one in found], [one[1] for one in expected], rtol=0, atol=1e-4)
+
+
+def test_a_greedy_answer_among_45_others_is_the_one_alone(engine):
+    draw = np.random.default_rng(0)
+    options = GenerationOptions(max_new_tokens=30)
+    others = [
+        (prompt(int(length), seed), GenerationOptions(max_new_tokens=int(draw.integers(1, 12)), temperature=seed % 2))
+        for seed, length in enumerate(draw.integers(1, 60, 45))
+    ]
+    found = collected(engine, [(prompt(20), options), *others], after=1)
+    [(answer, *_)] = alone(prompt(20), options)
+    assert found[0][0][0] == answer and len(answer) == 30
+    assert [len(one[0]) for [one] in found[1:]] == [options.max_new_tokens for _, options in others]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 1.0},
+        {"temperature": 1.0, "top_k": 2, "logit_bias": {3: -100, 7: -100, 9: 5.0}},
+    ],
+    ids=["greedy", "sampled", "banned"],
+)
+def test_log_probabilities_are_the_models_own_in_every_place(settings, engine):
+    """Before bias, penalties, temperature and filters, also of a token that was banned; all of them are numbers."""
+    options = GenerationOptions(max_new_tokens=40, top_logprobs=5, seed=2, **settings)
+    plain = GenerationOptions(max_new_tokens=40, temperature=1.0)
+    found = collected(engine, [(prompt(12), options), (prompt(7), plain)])
+    tokens, log_probs, likeliest, _ = found[0][0]
+    expected = np.asarray(whole_passes(model(), prompt(12), tokens))
+    np.testing.assert_allclose(log_probs, expected[np.arange(40), tokens], rtol=0, atol=1e-4)
+    for row, pairs in zip(expected, likeliest, strict=True):
+        assert len(pairs) == len({token for token, _ in pairs}) == 5
+        np.testing.assert_allclose([value for _, value in pairs], np.sort(row)[:-6:-1], rtol=0, atol=1e-4)
+        np.testing.assert_allclose([row[token] for token, _ in pairs], [v for _, v in pairs], rtol=0, atol=1e-4)
+    json.dumps([log_probs, likeliest], allow_nan=False)
+    assert found[1][0][2] == () and not {*settings.get("logit_bias", {})} - {9} & {*tokens}
+
+
+def test_rows_that_are_used_again_keep_nothing(engine):
+    """One prompt three times in a row, then two of one beginning by turns; requests that are open at once."""
+    options = GenerationOptions(max_new_tokens=12)
+    first, second = [*prompt(20), *prompt(9, 1)], [*prompt(20), *prompt(9, 2)]
+    expected = {tuple(tokens): alone(tokens, options)[0] for tokens in (first, second)}
+    found = [collected(engine, [(first, options)])[0][0] for _ in range(3)]
+    found += [each[0] for each in collected(engine, [(first, options), (second, options)] * 6)]
+    for tokens, one in zip([first] * 3 + [first, second] * 6, found, strict=True):
+        assert one[0] == expected[tuple(tokens)][0] and len(one[0]) == 12
+        np.testing.assert_allclose(one[1], expected[tuple(tokens)][1], rtol=0, atol=1e-4)
+    assert expected[tuple(first)][0] != expected[tuple(second)][0]
+
+
+@pytest.mark.exhaustive("32")
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_a_long_prompt_beside_them_changes_no_answer(chunk, engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    monkeypatch.setattr(engine_module, "LEAST", chunk)
+    requests = [(prompt(10), GenerationOptions(max_new_tokens=24)), (prompt(110), GenerationOptions(max_new_tokens=8))]
+    for (tokens, _), [(answer, *_)] in zip(requests, collected(engine, requests, after=1), strict=True):
+        assert list(answer) == whole_passes(model(), tokens, answer).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_of_several_lengths_padded_on_either_side(side, engine, monkeypatch):
+    monkeypatch.setattr("fastjax.generation.text.engine_for", lambda *arguments: engine)
+    prompts = [prompt(length) for length in (3, 50, 100)]
+    ids, mask = np.zeros((2, 3, 100), int)
+    for row, tokens in enumerate(prompts):
+        here = slice(100 - len(tokens), None) if side == "left" else slice(len(tokens))
+        ids[row, here], mask[row, here] = tokens, 1
+    found = face.generate(model(), input_ids=ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[])
+    assert (found[:, :100] == ids).all()
+    for tokens, answer in zip(prompts, found[:, 100:].tolist(), strict=True):
+        assert answer == whole_passes(model(), tokens, answer).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings", "message"),
+    [
+        ([1, -1], {}, "prompt token 1: expected an integer from 0 to 100, got -1"),
+        ([2**40], {}, "prompt token 0: expected an integer from 0 to 100, got 1099511627776"),
+        ([[-1]], {}, r"prompt token 0: expected an integer from 0 to 100, got \[-1\]"),
+        ([1] * 129, {"max_new_tokens": 1}, "at most 128 together .* a prompt of 129 and max_new_tokens 1"),
+        ([1] * 100, {"max_new_tokens": 29}, "at most 128 together .* a prompt of 100 and max_new_tokens 29"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1"),
+        ([1], {"temperature": -1}, "temperature: expected a number from 0"),
+        ([1], {"logit_bias": {101: 1.0}}, "logit_bias: expected token ids from 0 to 100, got 101"),
+        ([1], {"logit_bias": {5: float("nan")}}, "logit_bias: expected a value that is finite"),
+        ([1], {"top_logprobs": 101}, "top_logprobs: expected an integer from 0 to 20 or null, got 101"),
+        ([1], {"n": 10_000}, "n: expected an integer from 1 to 128, got 10000"),
+    ],
+)
+def test_what_is_refused_is_named_before_anything_is_made(tokens, settings, message, engine):
+    with pytest.raises(ConfigError, match=message):
+        engine.add(tokens, GenerationOptions(**settings))
+    assert not engine.busy
+
+
+def test_after_what_was_refused_the_next_request_is_answered(engine):
+    """One token is "length"; a bias of -100 bans the likeliest token, and 100 forces one."""
+    one = {"max_new_tokens": 1}
+    [[free]] = collected(engine, [(prompt(9), GenerationOptions(**one))])
+    assert len(free[0]) == 1 and free[3] == "length"
+    best = free[0][0]
+    biases = [{best: -100}, {11: 100}, {11: 99, 12: 100}]
+    found = collected(engine, [(prompt(9), GenerationOptions(**one, logit_bias=bias)) for bias in biases])
+    order = np.argsort(np.asarray(whole_passes(model(), prompt(9), [0]))[0])[::-1].tolist()
+    assert order[0] == best and [tokens for [(tokens, *_)] in found] == [(order[1],), (11,), (12,)]
