@@ -7,7 +7,6 @@ waits. The pages that an answer may need are set aside when it begins, so no ans
 """
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -91,6 +90,7 @@ class Engine:
         self._state = empty_state(decoder, rows, (count + 1, PAGE), width, dtype)
         self._width, self._pages = width, Pages(count + 1, PAGE)
         self._free = list(range(rows - 1, -1, -1))
+        self._asked: dict[int, list[Choice]] = {}  # the answers of each request that have not ended
         self._waiting: collections.deque[Choice] = collections.deque()
         self._entering: list[Choice] = []
         self._going: list[Choice] = []
@@ -140,7 +140,9 @@ class Engine:
                 f"{options.max_new_tokens}; load the model with a larger max_seq_length, or ask for fewer"
             )
         self._numbers += 1
-        self._waiting += [Choice(self._numbers, choice, tokens, options, number) for choice in range(options.n)]
+        choices = [Choice(self._numbers, choice, tokens, options, number) for choice in range(options.n)]
+        self._asked[self._numbers] = choices
+        self._waiting += choices
         return self._numbers
 
     def cancel(self, request: int, choice: int | None = None) -> None:
@@ -150,22 +152,20 @@ class Engine:
             request: its number.
             choice: one of its answers; None: all.
         """
-
-        def meant(one: Choice) -> bool:
-            return one.request == request and choice in (None, one.number)
-
-        cancelled = [one for one in (*self._waiting, *self._entering, *self._going) if meant(one)]
-        self._waiting = collections.deque(one for one in self._waiting if not meant(one))
-        self._entering = [one for one in self._entering if not meant(one)]
+        cancelled = [one for one in self._asked.get(request, ()) if choice in (None, one.number)]
+        if any(one.row < 0 for one in cancelled):
+            self._waiting = collections.deque(one for one in self._waiting if one not in cancelled)
+        self._entering = [one for one in self._entering if one not in cancelled]
         for one in cancelled:
             self._ended.append(Piece(one.request, one.number, finish_reason="cancelled"))
-            self._released(one)
+            self._finish(one)
         # Answers that were to share a prompt that does not come any more wait again.
         lost = [one for one in self._entering if one.source in cancelled]
-        self._entering = [one for one in self._entering if one.source not in cancelled]
+        self._entering = [one for one in self._entering if one not in lost]
         for one in reversed(lost):
-            self._released(one)
-            self._waiting.appendleft(dataclasses.replace(one, source=None, row=-1, pages=[], entered=0))
+            self._take_back(one)
+            one.source, one.entered = None, 0
+            self._waiting.appendleft(one)
 
     def warm_up(self) -> None:
         """Compile every program that requests may need, before the first one comes; of an engine that is not busy."""
@@ -301,13 +301,20 @@ class Engine:
             piece = piece_of(one, Decoded(*(leaf[:, column] for leaf in tokens)))
             one.answered += len(piece.tokens)
             if piece.finish_reason is not None:
-                self._released(one)
+                self._finish(one)
             pieces.append(piece)
         return pieces
 
-    def _released(self, choice: Choice) -> None:
-        """Give back an answer's row and pages."""
+    def _finish(self, choice: Choice) -> None:
+        """Forget an answer that has ended, and give back its room."""
         self._going = [one for one in self._going if one is not choice]
+        self._take_back(choice)
+        left = [one for one in self._asked.pop(choice.request) if one is not choice]
+        if left:
+            self._asked[choice.request] = left
+
+    def _take_back(self, choice: Choice) -> None:
+        """Take an answer's row and pages from it."""
         if choice.row >= 0:
             self._free.append(choice.row)
             self._pages.give_back(choice.pages)
