@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _in_order(completed: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-    """What is numbered from 0, by its numbers, each once those before have come."""
+    """Sort (number, value) pairs by number, each given as soon as all before it have come."""
     waiting: dict[int, T] = {}
     place = 0
     for number, value in completed:

@@ -48,7 +48,7 @@ class AdapterSet:
         raise ConfigError(f"adapter: expected {there}, got {shown(name)}")
 
     def of_value(self, model: LanguageModel) -> "AdapterSet":
-        """Of another value of the model.
+        """The same adapters around another value of the model.
 
         Args:
             model: the value, without other adapters.

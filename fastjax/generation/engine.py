@@ -181,7 +181,7 @@ class Engine:
             self._state, _ = self._call(decode, where, np.int32(self.steps), most=self.steps)
 
     def run(self, steps: int | None = None) -> Iterator[Piece]:
-        """What comes, until all requests are answered.
+        """Step until all requests are answered.
 
         Args:
             steps: as of `step`.
@@ -293,7 +293,7 @@ class Engine:
         return program(model.graphdef, model.trainable, model.frozen, self._state, *arguments, **static)
 
     def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded) -> list[Piece]:
-        """What came of some answers, whose rows are given back where they ended."""
+        """Pieces of some answers; those that ended give back their rows."""
         pieces = []
         for column, one in entries:
             if one.row < 0:  # cancelled, or ended by its first token

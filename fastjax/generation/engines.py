@@ -102,7 +102,7 @@ class Engines:
         list(self._pool.map(Engine.warm_up, self.engines))
 
     def run(self, steps: int | None = None) -> Iterator[Piece]:
-        """What comes, until all requests are answered.
+        """Step until all requests are answered.
 
         Args:
             steps: as of `Engine.step`.

@@ -64,18 +64,18 @@ def answers(
     """Let the model answer, and tell tokens and log-probabilities too.
 
     Args:
-        model: as of `answers_as_completed`.
-        prompts: likewise.
-        options: likewise.
-        reading: likewise.
-        ignore_eos: likewise.
+        model: with or without a tokenizer, as `answers_as_completed` takes it.
+        prompts: texts, conversations or token ids.
+        options: of the answers, for all prompts or for each.
+        reading: how texts become tokens.
+        ignore_eos: answers do not end at the model's end tokens.
 
     Returns:
         The `n` answers of each prompt, in the order of the prompts.
 
     Raises:
-        ConfigError: as of `answers_as_completed`.
-        DataError: likewise.
+        ConfigError: a prompt or a setting that does not fit.
+        DataError: a prompt that the chat template refuses, or invalid Unicode.
     """
     found = dict(answers_as_completed(model, prompts, options, reading=reading, ignore_eos=ignore_eos))
     return [found[place] for place in range(len(found))]

@@ -80,7 +80,7 @@ class Length(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a call of `generate` asks for.
+    """Settings of a call of `generate`.
 
     Attributes:
         options: of the answers, but for their length.

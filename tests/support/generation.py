@@ -1,4 +1,4 @@
-"""What a model says to a row by one forward pass, for what an engine generates."""
+"""Log-probabilities of a row by one forward pass: the oracle of what an engine generates."""
 
 import jax
 import numpy as np

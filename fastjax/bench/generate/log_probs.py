@@ -52,7 +52,7 @@ def log_prob_difference(model: LanguageModel, engine: Engine, prompts: Sequence[
 
 
 def _log_probs_of_rows(model: LanguageModel, rows: np.ndarray) -> Float[Array, "B S"]:
-    """Of each token but the first, after those before it."""
+    """Log-probability of each token of the rows after those before it; the first one has none."""
     graphdef, trained = model.graphdef, model.trainable_filter
     positions = np.broadcast_to(np.arange(rows.shape[1] - 1, dtype=np.int32), rows[:, 1:].shape)
     batch = Batch(rows[:, :-1], rows[:, 1:], None, positions)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ class Seen(NamedTuple):
 
     Attributes:
         keys: in the dtype of the new ones.
-        values: likewise.
+        values: in the dtype of the new ones.
         filled: 1 where there is a token; elsewhere keys and values may be anything finite.
         offset: place of each row's first new token among them.
     """

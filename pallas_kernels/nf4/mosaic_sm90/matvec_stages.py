@@ -42,7 +42,7 @@ def scratch(plan: Plan, dtype) -> dict:
 
 
 def transforms(plan: Plan) -> tuple[tuple, tuple]:
-    """Those of codes and of x in shared memory."""
+    """Transforms of the codes and of x in shared memory; none where threads copy by cp.async."""
     if not plan.by_tma:
         return (), ()
     tilings = (plgpu.TilingTransform((8, SEGMENT)), plgpu.TilingTransform((8, BLOCK)))

@@ -125,5 +125,5 @@ class Thread:
 
     @property
     def token(self) -> Word:
-        """The row of x of eight in an operand's place, likewise."""
+        """The row of x among eight in an operand's place, ordered so that four neighbours have different banks."""
         return (self.row >> 1) | ((self.row & 1) << 2)

@@ -117,6 +117,25 @@ def test_answers_of_one_prompt_share_its_pages(length):
     assert engine._pages.free == before
 
 
+def test_a_shared_prompt_stays_until_its_last_answer_ends():
+    """The answer that brought it is cancelled, and another prompt takes what became free."""
+    prompt, other = prompts()[4], prompts()[5]
+    whole, own = len(prompt) // 16, -(-(len(prompt) + 16) // 16) - len(prompt) // 16
+    engine = Engine(model(), rows=3, tokens=(whole + 3 * own) * 16, steps=4)
+    request = engine.add(prompt, GenerationOptions(max_new_tokens=16, n=3))
+    pieces = engine.step()
+    engine.cancel(request, 0)
+    assert engine._pages.free == own
+    second = engine.add(other, GenerationOptions(max_new_tokens=4))
+    answers = {}
+    for piece in [*pieces, *engine.run()]:
+        answers.setdefault((piece.request, piece.choice), []).extend(piece.tokens)
+    expected = generate(model(), [prompt], max_new_tokens=16)[0]
+    assert answers[request, 1] == answers[request, 2] == expected
+    assert [answers[second, 0]] == generate(model(), [other], max_new_tokens=4)
+    assert engine._pages.free == whole + 3 * own
+
+
 def test_answers_beyond_the_rows_wait_for_them():
     engine = Engine(model(), rows=2, steps=4)
     found = collected(engine, [(prompts()[0], GenerationOptions(max_new_tokens=6, n=5))])

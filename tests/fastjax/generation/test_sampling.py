@@ -32,7 +32,7 @@ def run(logits, options, *, prompt=(), answer=(), numbers=None, choices=None):
 
 
 def random_logits(rows, words=WORDS, dtype=np.float32):
-    """Of which one word is masked, and two are level."""
+    """Logits with one masked word and two that are level."""
     logits = (np.random.default_rng(words).normal(size=(rows, words)) * 3).astype(np.float32)
     logits[:, 4], logits[:, 6] = -np.inf, logits[:, 5]
     return np.asarray(jnp.asarray(logits, dtype))
@@ -169,7 +169,7 @@ def test_a_bias_bans_and_forces():
 
 
 def test_a_rows_tokens_depend_on_nothing_beside_it():
-    """Of a row alone, in other orders, among more rows, which ask for more."""
+    """A row draws its tokens alone, in other orders, and among more rows that ask for more."""
     rows, numbers = 64, np.arange(64) % 5
     logits, draw = random_logits(rows), np.random.default_rng(1)
     options = [

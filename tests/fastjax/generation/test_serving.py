@@ -1,4 +1,4 @@
-"""What other engines got wrong, asked of one engine whose rows come and go, beside a fresh one for each answer."""
+"""Faults of other engines, sought in one engine whose rows come and go, beside a fresh one for each answer."""
 
 import functools
 import json

@@ -119,7 +119,7 @@ def test_blocks_of_another_size_are_refused(sizes):
 
 
 def test_scales_decoded_once_are_those_of_each_product():
-    """Of a weight of two parts, of one in bitsandbytes' order, of stacked layers; other leaves stay."""
+    """A weight of two parts, one in bitsandbytes' order, and stacked layers; other leaves stay."""
     draw = np.random.default_rng(5).standard_normal
     one, other = (NF4Weight.quantize(jnp.asarray(draw(shape), jnp.float32)) for shape in ((96, 128), (32, 128)))
     parts, rest = one.concatenate([other]), NF4Weight.quantize(jnp.asarray(draw((5, 100)), jnp.float32))

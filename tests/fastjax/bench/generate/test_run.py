@@ -80,7 +80,7 @@ def test_a_case_without_a_figure(monkeypatch, capsys):
 
 
 def numbers(count):
-    """What a process of its own yields before it ends."""
+    """Rows that a process of its own yields before it ends."""
     yield {"number": count}
     os._exit(3)
 

@@ -1,4 +1,4 @@
-"""What is timed of an engine: rows that all decode, and requests until the last one has begun."""
+"""Timings of an engine: rows that all decode, and requests until the last one has begun."""
 
 import time
 from types import SimpleNamespace
