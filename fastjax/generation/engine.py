@@ -25,9 +25,10 @@ from fastjax.generation.pages import Pages
 from fastjax.generation.programs import Decoded, decode, prefill
 from fastjax.generation.sampling import Picked
 from fastjax.generation.state import EngineState, Prompts, empty_state, has_axis
+from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.models.caching import PAGE, empty_states
 
-#: The most tokens of prompts that are taken in at once; the fewest; and the most answers whose prompts are.
+#: The most tokens of prompts that a call takes in; the fewest; and the most answers whose prompts are.
 CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -46,6 +47,7 @@ class Engine:
         max_length: int | None = None,
         cache_dtype: str | None = None,
         steps: int = 16,
+        prefill_tokens: int | None = None,
     ):
         """Set the cache aside.
 
@@ -61,6 +63,8 @@ class Engine:
             cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
                 16 bits and changes what is said a little; None: that of the computation.
             steps: tokens of each answer that a call of `step` brings at most.
+            prefill_tokens: of prompts that a call of `step` takes in at most, before all rows decode; a longer prompt
+                comes in over several. None: 16,384 while rows decode, and all that there is room for while none does.
 
         Raises:
             ConfigError: a setting out of range, a reward model, a cache too small for one answer of `max_length`, or an
@@ -70,13 +74,15 @@ class Engine:
         model = self._adapters.model
         check_logits(model, "generate")
         longest = model.max_seq_length if max_length is None else max_length
-        for name, value, most in (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length)):
-            if not 1 <= value <= most:
+        limits = (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length))
+        for name, value, most in (*limits, ("prefill_tokens", prefill_tokens, MAX_ROW_TOKENS)):
+            if value is not None and not 1 <= value <= most:
                 raise ConfigError(f"{name}: expected an integer from 1 to {most}, got {shown(value)}")
         dtypes = (str(model.dtype), "float8_e4m3fn")
         if cache_dtype not in (None, *dtypes):
             raise ConfigError(f"cache_dtype: expected {' or '.join(dtypes)}, got {shown(cache_dtype)}")
-        self.rows, self.max_length, self.steps = rows, longest, steps
+        self.rows, self.max_length, self.steps, self.prefill_tokens = rows, longest, steps, prefill_tokens
+        self._chunk = CHUNK if prefill_tokens is None else min(CHUNK, max(LEAST, 1 << prefill_tokens.bit_length() - 1))
         width = -(-longest // PAGE)
         count = width * rows if tokens is None else -(-tokens // PAGE)
         if count < width:
@@ -169,9 +175,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile every program that requests may need, before the first one comes; of an engine that is not busy."""
-        longest = min(CHUNK, self.max_length)
-        widths = {_bucket(min(1 << power, longest), CHUNK) for power in range(CHUNK.bit_length())}
-        pieces = {False} if self.max_length > CHUNK else set()
+        longest = min(self._chunk, self.max_length)
+        widths = {_bucket(min(1 << power, longest), self._chunk) for power in range(self._chunk.bit_length())}
+        pieces = {False} if self.max_length > self._chunk else set()
         for width in sorted(widths):
             for packed in {self._packs} | pieces:
                 empty = self._arrays([], [], width)
@@ -190,7 +196,7 @@ class Engine:
             yield from self.step(steps)
 
     def step(self, steps: int | None = None) -> list[Piece]:
-        """Take in the prompts that there is room for, and generate tokens of all rows.
+        """Take in prompts, up to `prefill_tokens`, and generate tokens of all rows.
 
         Args:
             steps: tokens of each answer at most, where fewer than the engine's are wanted sooner.
@@ -200,9 +206,12 @@ class Engine:
         """
         pieces, self._ended = self._ended, []
         self._admit()
-        first = []
-        while self._entering:
-            first.append(self._prefilled())
+        most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
+        first, taken = [], 0
+        while self._entering and (not taken or taken + self._chunk <= most):
+            *one, count = self._prefilled()
+            first.append(one)
+            taken += count
         decoding = [one for one in self._going]  # noqa: C416
         later = self._decoded(decoding, self.steps if steps is None else min(steps, self.steps)) if decoding else None
         fetched_first, fetched_later = jax.device_get(([picked for _, picked in first], later))
@@ -237,15 +246,15 @@ class Engine:
     def _most_entries(self) -> int:
         return min(self.rows, ENTRIES)
 
-    def _prefilled(self) -> tuple[list[tuple[int, Choice]], Picked]:
+    def _prefilled(self) -> tuple[list[tuple[int, Choice]], Picked, int]:
         """Take in as many prompts as go together, or a piece of one.
 
         Returns:
-            The answers whose prompts ended, with their entries, and the first tokens.
+            The answers whose prompts ended, with their entries; the first tokens; and how many came in.
         """
         entries, taken, packed = self._together()
         total = sum(taken[entry] for entry, one in enumerate(entries) if one.source is None)
-        prompts = self._arrays(entries, taken, _bucket(total, CHUNK))
+        prompts = self._arrays(entries, taken, _bucket(total, self._chunk))
         self._state, picked = self._call(prefill, prompts, packed=packed)
         for one, count in zip(entries, taken, strict=True):
             one.entered += count
@@ -253,18 +262,18 @@ class Engine:
         done = {id(one) for _, one in ended}
         self._entering = [one for one in self._entering if id(one) not in done]
         self._going += [one for _, one in ended]
-        return ended, picked
+        return ended, picked, total
 
     def _together(self) -> tuple[list[Choice], list[int], bool]:
         """The answers whose prompts come in next, the tokens of each, and whether they are packed."""
         first = self._entering[0]
         left = len(first.prompt) - first.entered
-        if first.entered or left > CHUNK or not self._packs:
+        if first.entered or left > self._chunk or not self._packs:
             entries = [first]
-            if left <= CHUNK:  # the last piece: those that share it begin
+            if left <= self._chunk:  # the last piece: those that share it begin
                 entries += [one for one in self._entering if one.source is first]
-            return entries, [min(left, CHUNK), *[left + first.entered] * (len(entries) - 1)], False
-        entries, room = [], CHUNK
+            return entries, [min(left, self._chunk), *[left + first.entered] * (len(entries) - 1)], False
+        entries, room = [], self._chunk
         for one in self._entering:
             if one.source is not None:
                 continue

@@ -183,12 +183,25 @@ def test_rows_that_are_used_again_keep_nothing(engine):
 
 @pytest.mark.exhaustive("32")
 @pytest.mark.parametrize("chunk", [16, 32])
-def test_a_long_prompt_beside_them_changes_no_answer(chunk, engine, monkeypatch):
-    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+def test_a_long_prompt_holds_up_no_row_and_changes_no_answer(chunk, monkeypatch):
+    """Of a prompt in pieces and of many prompts, a step takes in one call's worth; rows get their tokens meanwhile."""
     monkeypatch.setattr(engine_module, "LEAST", chunk)
-    requests = [(prompt(10), GenerationOptions(max_new_tokens=24)), (prompt(110), GenerationOptions(max_new_tokens=8))]
-    for (tokens, _), [(answer, *_)] in zip(requests, collected(engine, requests, after=1), strict=True):
-        assert list(answer) == whole_passes(model(), tokens, answer).argmax(-1).tolist()
+    engine = Engine(model(), rows=ROWS, tokens=ROOM * 16, steps=4, prefill_tokens=chunk)
+    requests = [(prompt(10), GenerationOptions(max_new_tokens=40)), (prompt(110), GenerationOptions(max_new_tokens=8))]
+    requests += [(prompt(15, seed), GenerationOptions(max_new_tokens=4)) for seed in range(3)]
+    numbers, steps = [engine.add(*requests[0])], [engine.step()]
+    numbers += [engine.add(*request) for request in requests[1:]]
+    while engine.busy:
+        steps.append(engine.step())
+    came = [{number: [p for p in step if p.request == number] for number in numbers} for step in steps]
+    counts = [[sum(len(piece.tokens) for piece in step[number]) for step in came] for number in numbers]
+    pieces = -(-110 // chunk)
+    assert counts[0][:10] == [5, *[4] * 8, 3] and counts[1][: pieces + 2] == [0] * pieces + [5, 3]
+    begins = [next(place for place, count in enumerate(each) if count) for each in counts[2:]]
+    assert begins == [pieces + 1 + place // (chunk // 15) for place in range(3)]
+    for number, (tokens, _) in zip(numbers, requests, strict=True):
+        answer = [token for step in came for piece in step[number] for token in piece.tokens]
+        assert answer == whole_passes(model(), tokens, answer).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
