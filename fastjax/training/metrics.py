@@ -165,15 +165,26 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Returns:
         The rows in order, without torn lines; empty without a file.
     """
+    return parse_rows(Path(path).read_bytes()) if Path(path).exists() else []
+
+
+def parse_rows(data: bytes) -> list[dict[str, Any]]:
+    """The rows in lines that `JsonLines` wrote.
+
+    Args:
+        data: the lines, of a whole file or of a part that begins and ends with one.
+
+    Returns:
+        The rows in order, without torn lines.
+    """
     rows = []
-    if Path(path).exists():
-        for line in Path(path).read_bytes().splitlines():
-            try:
-                row = strict_json.parse(line.decode())
-            except ValueError:  # torn in the middle of a character, or of the JSON
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append(row)
+    for line in data.splitlines():
+        try:
+            row = strict_json.parse(line.decode())
+        except ValueError:  # torn in the middle of a character, or of the JSON
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
