@@ -42,6 +42,8 @@ class Engine:
         model: LanguageModel | AdapterSet,
         *,
         adapters: Mapping[str, LanguageModel] | None = None,
+        adapter_slots: int | None = None,
+        adapter_rank: int | None = None,
         rows: int = 64,
         tokens: int | None = None,
         max_length: int | None = None,
@@ -55,7 +57,10 @@ class Engine:
             model: with or without an adapter; or one to which `adapters` are joined already.
             adapters: by name, models with a low-rank adapter each over the same base (`model` as
                 `FastLanguageModel.load_adapter` took it), of which every request chooses one. Their ranks add up, and
-                the engine holds them once more, in the dtype of the computation. None join or leave it later.
+                the engine holds them once more, in the dtype of the computation.
+            adapter_slots: how many adapters there may be at a time, up to 128, with `load_adapter`; None: as many as
+                `adapters`, on the projections that these have. Each takes memory and time whether it is used or not.
+            adapter_rank: the largest rank of an adapter in a slot; None: of those given, or 16.
             rows: answers at a time, up to 512; more wait.
             tokens: of prompts and answers that the cache holds, in pages of 64; None: as many as `rows` of
                 `max_length`. Layers with a sliding window keep a ring of it a row, where that is less.
@@ -70,8 +75,10 @@ class Engine:
             ConfigError: a setting out of range, a reward model, a cache too small for one answer of `max_length`, or an
                 adapter over another base, with DoRA, with trained tables or rows of them, or on tables or experts.
         """
-        self._adapters = model if isinstance(model, AdapterSet) else join_adapters(model, adapters or {})
-        model = self._adapters.model
+        if not isinstance(model, AdapterSet):
+            model = join_adapters(model, adapters or {}, adapter_slots, adapter_rank)
+        self.adapters = model
+        model = self.adapters.model
         check_logits(model, "generate")
         longest = model.max_seq_length if max_length is None else max_length
         limits = (("rows", rows, WIDTHS[-1]), ("max_length", longest, model.max_seq_length))
@@ -106,11 +113,11 @@ class Engine:
     @property
     def model(self) -> LanguageModel:
         """The model, with its adapters; another value may take its place, but where `adapters` are joined to it."""
-        return self._adapters.model
+        return self.adapters.model
 
     @model.setter
     def model(self, model: LanguageModel) -> None:
-        self._adapters = self._adapters.of_value(model)
+        self.adapters = self.adapters.of_value(model)
 
     @property
     def busy(self) -> bool:
@@ -135,7 +142,7 @@ class Engine:
             ConfigError: no prompt, a token that the model does not have, a setting out of range, prompt and answer
                 longer than `max_length`, or a name that no adapter has.
         """
-        number = self._adapters.number(adapter)
+        number = self.adapters.number(adapter)
         vocabulary = self.model.config.vocab_size
         options = (GenerationOptions() if options is None else options).checked(vocabulary)
         tokens = token_ids(prompt, vocabulary)
@@ -150,6 +157,42 @@ class Engine:
         self._asked[self._numbers] = choices
         self._waiting += choices
         return self._numbers
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may choose, in the order in which they came."""
+        return self.adapters.names
+
+    def load_adapter(self, name: str, model: LanguageModel) -> None:
+        """Take an adapter into a free slot, while others' rows decode; nothing compiles again.
+
+        Args:
+            name: that no adapter has. One model under two names is two adapters.
+            model: with a low-rank adapter over the engine's model, as of `adapters`; the engine holds its arrays anew.
+
+        Raises:
+            ConfigError: a name that is taken, no free slot, a rank above `adapter_rank`, a module without slots, or an
+                adapter that does not join; nothing has changed.
+        """
+        self.adapters = self.adapters_with(name, model)
+
+    def drop_adapter(self, name: str) -> None:
+        """Let no further request choose an adapter; answers that have begun, or wait, end on it.
+
+        Its slot is free for another once they have ended.
+
+        Args:
+            name: of the adapter.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self.adapters = self.adapters.without(name)
+
+    def adapters_with(self, name: str, model: LanguageModel) -> AdapterSet:
+        """The engine's adapters and another one, as of `load_adapter`; the engine stays as it is."""
+        used = {one.adapter for choices in self._asked.values() for one in choices}
+        return self.adapters.with_adapter(name, model, used - {*self.adapters.numbers.values()})
 
     def cancel(self, request: int, choice: int | None = None) -> None:
         """End a request's answers; of those that have ended, nothing happens.

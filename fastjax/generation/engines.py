@@ -29,6 +29,8 @@ class Engines:
         devices: Sequence[Any],
         *,
         adapters: Mapping[str, LanguageModel] | None = None,
+        adapter_slots: int | None = None,
+        adapter_rank: int | None = None,
         **settings: Any,
     ):
         """Put the model on the devices that do not have it, and set caches aside.
@@ -37,6 +39,8 @@ class Engines:
             model: with or without an adapter.
             devices: GPUs of this process, each once.
             adapters: that requests choose, as `Engine` takes them.
+            adapter_slots: as of `Engine`.
+            adapter_rank: as of `Engine`.
             settings: of each engine, as `Engine` takes them.
 
         Raises:
@@ -45,7 +49,7 @@ class Engines:
         if not devices or len(set(devices)) < len(devices):
             raise ConfigError(f"devices: expected devices, each once, got {shown([str(each) for each in devices])}")
         self.engines: list[Engine] = []
-        joined = join_adapters(model, adapters or {})
+        joined = join_adapters(model, adapters or {}, adapter_slots, adapter_rank)
         for device in devices:
             with jax.default_device(device):  # of the cache
                 own = dataclasses.replace(joined, model=_on_device(joined.model, device))
@@ -86,6 +90,37 @@ class Engines:
         self._requests[number], self._numbers[place, own] = (place, own, cost), number
         self._answers[number] = options.n
         return number
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may choose."""
+        return self.engines[0].adapter_names
+
+    def load_adapter(self, name: str, model: LanguageModel) -> None:
+        """Take an adapter into a free slot of every device, as `Engine.load_adapter`; of all or of none.
+
+        Args:
+            name: that no adapter has.
+            model: with an adapter over the engines' model.
+
+        Raises:
+            ConfigError: as `Engine.load_adapter`.
+        """
+        found = [engine.adapters_with(name, model) for engine in self.engines]
+        for engine, adapters in zip(self.engines, found, strict=True):
+            engine.adapters = adapters
+
+    def drop_adapter(self, name: str) -> None:
+        """Let no further request choose an adapter, as `Engine.drop_adapter`.
+
+        Args:
+            name: of the adapter.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        for engine in self.engines:
+            engine.drop_adapter(name)
 
     def cancel(self, request: int, choice: int | None = None) -> None:
         """End a request's answers, as `Engine.cancel`.

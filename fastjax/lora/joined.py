@@ -7,8 +7,10 @@ So a batch of rows with any mixture of adapters takes the products of one adapte
 zeros, not small numbers: what a token gets is what it gets from its adapter alone.
 """
 
+import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -30,30 +32,41 @@ def rank_owners(ranks: Sequence[int]) -> Int[np.ndarray, " R"]:
     return np.pad(owners, (0, padded_rank(len(owners)) - len(owners)), constant_values=_NOBODY)
 
 
-def joined(adapters: Sequence[LoraLinear | None], ranks: Sequence[int], dtype: jnp.dtype) -> LoraLinear:
-    """One adapter of several, for generation: without dropout, with the factors in B.
+def room(leading: Sequence[int], rows: int, columns: int, rank: int, dtype: jnp.dtype) -> LoraLinear:
+    """A joined adapter of none yet: zeros, which add nothing.
 
     Args:
-        adapters: of one projection, in the order of the numbers, one at least; without DoRA; None: it has none.
-        ranks: that each has in the joined one, at least its own; those beyond are zeros.
+        leading: axes of a stack of layers.
+        rows: of the projection's output.
+        columns: of its input.
+        rank: of all adapters together.
         dtype: of the computation, in which A and s·B are held.
     """
-    present = next(adapter for adapter in adapters if adapter is not None)
-    a_shape, b_shape = present.lora_A.get_value().shape, present.lora_B.get_value().shape
-    lora_A, lora_B = [], []
-    for adapter, rank in zip(adapters, ranks, strict=True):
-        a, b = jnp.zeros((0, 0), dtype), jnp.zeros((0, 0), dtype)
-        if adapter is not None:
-            a = adapter.lora_A.get_value().astype(dtype)
-            b = (adapter.lora_B.get_value().astype(jnp.float32) * adapter.scaling).astype(dtype)
-        lora_A.append(_padded(a, (*a_shape[:-2], rank, a_shape[-1])))
-        lora_B.append(_padded(b, (*b_shape[:-1], rank)))
-    whole_A, whole_B = jnp.concatenate(lora_A, axis=-2), jnp.concatenate(lora_B, axis=-1)
-    return LoraLinear(whole_A, whole_B, None, scaling=1.0, dropout=0.0)
+    lora_A, lora_B = jnp.zeros((*leading, rank, columns), dtype), jnp.zeros((*leading, rows, rank), dtype)
+    return LoraLinear(lora_A, lora_B, None, scaling=1.0, dropout=0.0)
 
 
-def _padded(array: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros behind it; zeros, if it is empty."""
-    if not array.size:
-        return jnp.zeros(shape, array.dtype)
-    return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
+def put(whole: Array, own: Array | None, ranks: range, axis: int, factor: float) -> Array:
+    """A or B of a joined adapter with one of its adapters in the place of what stood there.
+
+    It is made on the host, so that no rank of an adapter compiles anything.
+
+    Args:
+        whole: of the joined one.
+        own: of the adapter, of at most so many ranks; None: it has none.
+        ranks: its part of the joined one's; those beyond its own are zeros.
+        axis: of the ranks, -2 of A and -1 of B.
+        factor: of `own`.
+    """
+    shape = list(whole.shape)
+    shape[axis] = len(ranks)
+    part = np.zeros(shape, whole.dtype)
+    if own is not None:
+        part[tuple(map(slice, own.shape))] = np.asarray(own, np.float32) * factor
+    written = _written(whole, part, ranks.start, axis)
+    return written if written.sharding == whole.sharding else jax.device_put(written, whole.sharding)
+
+
+@functools.partial(jax.jit, static_argnames=("axis",))
+def _written(whole: Array, part: Array, start: Int[Array, ""], axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis)

@@ -1,6 +1,7 @@
 """Adapters chosen a row: each request's answer is that of its own adapter alone, whatever stands beside it."""
 
 import functools
+import logging
 
 import jax
 import numpy as np
@@ -110,6 +111,99 @@ def test_each_row_has_its_own_adapter_and_no_other(united, scan):
     assert (prefill._cache_size(), decode._cache_size()) == programs
 
 
+def answers_of(engine, requests):
+    """The tokens of each request (prompt, adapter, n), of all its answers one after another."""
+    options = [GenerationOptions(max_new_tokens=10, n=n) for _, _, n in requests]
+    numbers = [engine.add(each[0], one, adapter=each[1]) for each, one in zip(requests, options, strict=True)]
+    found = {number: [] for number in numbers}
+    for piece in engine.run():
+        found[piece.request] += piece.tokens
+    return list(found.values())
+
+
+@pytest.mark.exhaustive("1")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_adapters_come_and_go_while_rows_decode(devices, caplog):
+    """Rows that use one that is dropped, or wait for it, end on it; nothing compiles, and memory stays as it is."""
+    models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
+    settings = {"adapter_slots": 2, "adapter_rank": 4, "rows": 3, "steps": 2}
+    engine = Engines(base(), jax.devices()[:2], **settings) if devices == 2 else Engine(base(), **settings)
+    engine.load_adapter("Sums", models["Sums"])
+    expected = {name: answers_of(Engine(model, rows=3), [(prompts()[0], None, 1)])[0] for name, model in models.items()}
+    assert answers_of(engine, [(prompts()[0], name, 1) for name in ("Sums", None)]) == [
+        expected["Sums"],
+        expected[None],
+    ]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        engine.load_adapter("sums", models["sums"])
+        numbers = [engine.add(prompts()[0], GenerationOptions(max_new_tokens=10, n=4), adapter="sums")]
+        numbers += [engine.add(prompts()[0], GenerationOptions(max_new_tokens=10), adapter="Sums")]
+        pieces = engine.step()
+        engine.drop_adapter("sums")
+        assert engine.adapter_names == ("Sums",)
+        with pytest.raises(ConfigError, match="adapter: expected one of Sums, got 'sums'"):
+            engine.add(prompts()[0], adapter="sums")
+        with pytest.raises(ConfigError, match="free slot .* the adapters Sums; answers of dropped ones have not ended"):
+            engine.load_adapter("next", models["sums"])
+        pieces += engine.run()
+        answers = [[token for piece in pieces if piece.request == each for token in piece.tokens] for each in numbers]
+        assert sorted(answers[0]) == sorted(expected["sums"] * 4) and answers[1] == expected["Sums"]
+        engine.load_adapter("next", models["sums"])
+        both = [(prompts()[0], "next", 1), (prompts()[0], "Sums", 1)]
+        assert answers_of(engine, both) == [expected["sums"], expected["Sums"]]
+        held = sum(array.nbytes for array in jax.live_arrays())
+        for number in range(20):
+            engine.drop_adapter("next")
+            engine.load_adapter("next", models["Sums" if number % 2 == 0 else "sums"])
+        assert answers_of(engine, both) == [expected["sums"], expected["Sums"]], "nothing of another is left"
+        assert sum(array.nbytes for array in jax.live_arrays()) == held
+    assert not [record.message for record in caplog.records if "Compiling" in record.message]
+
+
+def of_another_rank():
+    return tiny.adapted(base(), r=5, target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("there", lambda: adapter("sums"), "'there': expected a name that no adapter has, got one of there; drop it"),
+        ("", lambda: adapter("sums"), "expected a name of at least one character"),
+        ("odd", base, "got one without; None chooses the base"),
+        ("odd", of_another_rank, r"expected a rank of at most 4 \(adapter_rank\), got 5"),
+        ("odd", lambda: adapter("sums", united=False), r"differs in biases, base \("),
+    ],
+)
+def test_an_adapter_without_room_is_refused_by_name(name, other, message):
+    engine = Engine(base(), adapters={"there": adapter("sums")}, adapter_slots=2, rows=2)
+    with pytest.raises(ConfigError, match=message) as error:
+        engine.load_adapter(name, other())
+    assert str(error.value).startswith(f"adapters: {name!r}: expected") and engine.adapter_names == ("there",)
+
+
+def test_slots_are_as_the_adapters_that_were_given():
+    """Without a number of slots an adapter that was dropped makes room for one on the same modules, up to its rank."""
+    few = tiny.adapted(base(), seed=3, r=2, target_modules=["q_proj"])
+    engine = Engine(base(), adapters={"few": few}, rows=2)
+    for other, message in ((adapter("sums"), "1 slots .* with the adapters few"),):
+        with pytest.raises(ConfigError, match=message):
+            engine.load_adapter("more", other)
+    engine.drop_adapter("few")
+    for changes, message in (({"r": 2, "target_modules": ["q_proj", "v_proj"]}, "on v_proj too"), ({"r": 3}, "got 3")):
+        with pytest.raises(ConfigError, match=message):
+            engine.load_adapter("more", tiny.adapted(base(), **{"target_modules": ["q_proj"], **changes}))
+    with pytest.raises(ConfigError, match="adapter: expected None, since the engine has no adapters, got 'few'"):
+        engine.drop_adapter("few")
+    for settings, message in (
+        ({"adapter_slots": 0}, "adapter_slots: expected an integer from 1 to 128, got 0"),
+        ({"adapter_slots": 1, "adapter_rank": 1, "adapters": {"few": few}}, "expected a rank of at most 1"),
+        ({"adapter_rank": 8}, "adapter_rank: expected adapter_slots beside it, got 8 alone"),
+        ({"adapter_slots": 1, "adapters": {"few": few, "again": few}}, "1 slots"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine(base(), rows=2, **settings)
+
+
 @pytest.mark.exhaustive(by="test_each_row_has_its_own_adapter_and_no_other")
 def test_devices_that_answer_as_one_have_the_same_adapters():
     models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
@@ -131,7 +225,7 @@ def test_a_router_and_a_shared_expert_take_several_adapters(tmp_path):
 @pytest.mark.parametrize("names", [["sums", "Sums"], []])
 def test_a_name_that_no_adapter_has_is_refused_with_those_there_are(names):
     engine = Engine(base(), adapters={name: adapter(name) for name in names}, rows=2)
-    there = "one of sums, Sums" if names else "None, since the engine has been given no adapters"
+    there = "one of sums, Sums" if names else "None, since the engine has no adapters"
     for name in ("SUMS", "sum", "", 3, ["sums"]):
         with pytest.raises(ConfigError, match=f"adapter: expected {there}, got "):
             engine.add([1], adapter=name)
