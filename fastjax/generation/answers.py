@@ -47,6 +47,8 @@ class GrowingAnswer:
     Attributes:
         prompt_token_ids: the prompt's.
         token_ids: those generated so far, without a stop token, up to the one that completes a stop string.
+        log_probs: of each; at the end further ones may follow, of tokens behind a stop string.
+        likeliest: in the place of each, as `log_probs`.
         finish_reason: None while it goes on.
         stop: the stop string or the id of the stop token that ended it.
     """
@@ -70,8 +72,8 @@ class GrowingAnswer:
         self.stop: str | int | None = None
         self._text = None if tokenizer is None else Detokenizer(tokenizer, stop_strings)
         self._sent: list[str] = []
-        self._log_probs: list[float] = []
-        self._likeliest: list[tuple[tuple[int, float], ...]] = []
+        self.log_probs: list[float] = []
+        self.likeliest: list[tuple[tuple[int, float], ...]] = []
 
     def add(self, piece: Piece) -> str:
         """Take new tokens; after the end nothing happens.
@@ -85,8 +87,8 @@ class GrowingAnswer:
         if self.finish_reason is not None:
             return ""
         self.token_ids += piece.tokens
-        self._log_probs += piece.log_probs
-        self._likeliest += piece.likeliest
+        self.log_probs += piece.log_probs
+        self.likeliest += piece.likeliest
         text = ""
         if self._text is not None:
             text = self._text.add(piece.tokens)
@@ -99,14 +101,27 @@ class GrowingAnswer:
         self._sent.append(text)
         return text
 
+    @property
+    def kept(self) -> int:
+        """The number of tokens whose text was given out, in part at least; without a tokenizer that of all."""
+        return len(self.token_ids) if self._text is None else self._text.tokens
+
+    def offsets(self, tokens: slice) -> list[int]:
+        """Places in the text at which tokens begin, in characters; bytes of one character begin where it does.
+
+        Args:
+            tokens: of those whose text was given out, of an answer with a tokenizer.
+        """
+        return [] if self._text is None else self._text.offsets(tokens)
+
     def answer(self) -> Answer:
         """The answer, of one that has ended."""
-        kept = len(self.token_ids) if self._text is None else self._text.tokens
+        kept = self.kept
         return Answer(
             "".join(self._sent),
             tuple(self.token_ids[:kept]),
-            tuple(self._log_probs[:kept]),
-            tuple(self._likeliest[:kept]),
+            tuple(self.log_probs[:kept]),
+            tuple(self.likeliest[:kept]),
             self.finish_reason or "cancelled",
             self.prompt_token_ids,
             self.stop,

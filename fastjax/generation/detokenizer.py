@@ -56,6 +56,7 @@ class Detokenizer:
         self._stops = StopStrings(stop_strings)
         self._held: list[str] = []  # characters; those of special tokens are empty
         self._sent = 0  # characters, those of special tokens included
+        self._hidden = [(0, 0)]  # end of a special token's name, and the characters of all such names up to there
 
     def add(self, tokens: Iterable[int]) -> str:
         """Text that can be sent now: no half character, and nothing that could become a stop string.
@@ -85,7 +86,21 @@ class Detokenizer:
             self.tokens = len(self._text.starts)
         return text
 
+    def offsets(self, tokens: slice) -> list[int]:
+        """Places in the answer's text at which tokens begin, in characters.
+
+        Args:
+            tokens: of those whose text was sent.
+        """
+        found = []
+        for start in self._text.starts[tokens]:
+            place = bisect.bisect_right(self._hidden, start, key=lambda one: one[0])
+            found.append(start - self._hidden[place - 1][1])
+        return found
+
     def _search(self, part: Part) -> None:
+        if not part.shown:
+            self._hidden.append((self._text.length, self._hidden[-1][1] + len(part.text)))
         self._held += part.text if part.shown else [""] * len(part.text)
         self._stops.add(part.text)
         self._note()

@@ -13,6 +13,7 @@ import codecs
 import functools
 import itertools
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
@@ -63,12 +64,40 @@ def token_text(tokenizer: "PreTrainedTokenizerBase") -> TokenText:
     Args:
         tokenizer: with a Rust backend; left as it is.
     """
+    backend, kind = _backend(tokenizer)
+    return _Bytes(backend) if kind == "bytes" else _Pieces(backend, byte_tokens=kind == "pieces or bytes")
+
+
+def _backend(tokenizer: "PreTrainedTokenizerBase") -> tuple["Tokenizer", str]:
+    """The Rust backend, and what tokens stand for: "bytes", "pieces", or "pieces or bytes"."""
     backend = cast("Tokenizer", tokenizer.backend_tokenizer)  # pyright: ignore[reportAttributeAccessIssue]
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     parts = [part["type"] for part in decoder.get("decoders", [decoder]) if part]
     if parts and parts[0] == "ByteLevel" and set(parts) <= {"ByteLevel", "Fuse"}:
-        return _Bytes(backend)
-    return _Pieces(backend, byte_tokens="ByteFallback" in parts)
+        return backend, "bytes"
+    return backend, "pieces or bytes" if "ByteFallback" in parts else "pieces"
+
+
+def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> Callable[[int], bytes]:
+    """A function from a token to its bytes within a text; of a special token they are its name's, of no token none.
+
+    Args:
+        tokenizer: with a Rust backend; left as it is.
+    """
+    backend, kind = _backend(tokenizer)
+
+    def of_bytes(token: int) -> bytes:
+        piece = backend.id_to_token(token) or ""
+        return piece.encode() if _special(backend, token) else _bytes_of(piece)
+
+    def of_pieces(token: int) -> bytes:
+        piece = backend.id_to_token(token) or ""
+        value = None if kind == "pieces" else _byte_of(piece)
+        if value is not None:
+            return bytes([value])
+        return piece.encode() if _special(backend, token) else piece.replace("▁", " ").encode()
+
+    return of_bytes if kind == "bytes" else of_pieces
 
 
 class _Bytes:

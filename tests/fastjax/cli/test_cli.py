@@ -159,7 +159,7 @@ def test_help_and_version(capsys):
         ("import_config", "import_config: unknown; did you mean import-config? `fastjax --help` lists the commands"),
         (
             "zzz",
-            "zzz: unknown; expected one of train, launch, preview, plan, compare, generate, evaluate",
+            "zzz: unknown; expected one of train, launch, preview, plan, compare, generate",
         ),
     ],
 )

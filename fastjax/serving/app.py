@@ -1,0 +1,73 @@
+"""The application: routes, handlers, and the guard around them."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from fastjax.errors import ConfigError, DataError
+from fastjax.serving import page
+from fastjax.serving.endpoints import Endpoints, refused
+from fastjax.serving.errors import ApiError
+from fastjax.serving.guard import Guard
+from fastjax.serving.model import ServedModel
+from fastjax.serving.requests import Reader
+from fastjax.serving.settings import ServerSettings
+from fastjax.serving.worker import Worker
+
+
+def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
+    """The application of a server.
+
+    Args:
+        worker: that answers; it is left running when the application ends.
+        settings: of the server.
+
+    Raises:
+        ConfigError: a model that cannot be served.
+    """
+    reader = Reader(ServedModel(worker.model, settings), settings, worker.max_length)
+    endpoints = Endpoints(worker, reader, settings, lambda: [])
+
+    async def health(http: HttpRequest) -> Response:
+        state = "failed" if worker.failed else "draining" if worker.draining else "ok"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def metrics(http: HttpRequest) -> Response:
+        return PlainTextResponse(worker.metrics.text(worker.gauges()), media_type="text/plain; version=0.0.4")
+
+    routes: list[BaseRoute] = [
+        Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name}", endpoints.model),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+    ]
+    routes += page.routes(settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        endpoints.close()
+
+    handlers = {kind: refused for kind in (ApiError, ConfigError, DataError)}
+    guard = Middleware(Guard, settings=settings, metrics=worker.metrics)
+    return Starlette(
+        routes=routes,
+        middleware=[guard],
+        exception_handlers=handlers | {HTTPException: _not_found},
+        lifespan=lifespan,
+    )
+
+
+async def _not_found(http: HttpRequest, error: Exception) -> Response:
+    """No such route or method, in the form of the other errors."""
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, error.detail, headers=error.headers).response()

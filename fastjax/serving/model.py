@@ -1,0 +1,91 @@
+"""The model as a server knows it: its names, its encoders, its ends and what it samples by when nobody says."""
+
+import functools
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from convert.generation_config import generation_settings
+from fastjax.data import Encoder
+from fastjax.data.settings import SpecialTokens
+from fastjax.errors import ConfigError
+from fastjax.execution.language_model import LanguageModel
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.prompts import Reading
+from fastjax.generation.stops import stop_tokens
+from fastjax.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Settings of a folder's generation_config.json that hold where a request does not say them.
+_OF_FOLDER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class ServedModel:
+    """A model, its tokenizer and its defaults.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        defaults: sampling where a request does not say it: the folder's generation_config.json's, and temperature 1,
+            as OpenAI's, where that says nothing; 0 where it says `do_sample: false`.
+        ends: the tokens that end an answer.
+    """
+
+    def __init__(self, model: LanguageModel, settings: ServerSettings):
+        """Read defaults and ends.
+
+        Args:
+            model: with a tokenizer.
+            settings: of the server.
+
+        Raises:
+            ConfigError: a model without tokenizer, or one whose tokenizer cannot encode prompts.
+            ConvertError: a generation_config.json that cannot be read.
+        """
+        if model.tokenizer is None:
+            raise ConfigError("serve: expected a model with a tokenizer, got one without; load it from a folder")
+        self.model, self.tokenizer = model, cast("PreTrainedTokenizerBase", model.tokenizer)
+        self._special_tokens: SpecialTokens = settings.special_tokens
+        folder = {} if model.folder is None else generation_settings(model.folder)
+        self.defaults: dict[str, Any] = {"temperature": 1.0}
+        self.defaults |= {name: folder[name] for name in _OF_FOLDER if folder.get(name) is not None}
+        if folder.get("do_sample") is False:
+            self.defaults["temperature"] = 0.0
+        self._encoder = functools.lru_cache(maxsize=16)(self._made)
+        self.ends = stop_tokens(model, self.encoder())
+
+    def encoder(self, variables: Mapping[str, Any] | None = None) -> Encoder:
+        """The encoder of prompts.
+
+        Args:
+            variables: of the chat template.
+
+        Raises:
+            DataError: variables that are none.
+        """
+        return self._encoder(json.dumps(variables or {}, sort_keys=True))
+
+    def _made(self, variables: str) -> Encoder:
+        reading = Reading(special_tokens=self._special_tokens, chat_template_kwargs=json.loads(variables))
+        return cast(Encoder, reading.encoder(self.tokenizer))
+
+    def options(
+        self, sampling: Mapping[str, Any], new: int, *, stop_tokens: Sequence[int] = (), ignore_eos: bool = False
+    ) -> GenerationOptions:
+        """Options of an answer.
+
+        Args:
+            sampling: fields that a request says.
+            new: the most tokens.
+            stop_tokens: that end it beside the model's.
+            ignore_eos: leave the model's out.
+
+        Raises:
+            ConfigError: names a field that is out of its range.
+        """
+        fields: dict[str, Any] = self.defaults | {"seed": secrets.randbits(31)} | dict(sampling)
+        ends = tuple(dict.fromkeys([*(() if ignore_eos else self.ends), *stop_tokens]))
+        return GenerationOptions(**fields, max_new_tokens=new, stop_tokens=ends)

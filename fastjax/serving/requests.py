@@ -1,0 +1,268 @@
+"""Requests read: which model, which prompts, which options, and how the answers are to be told."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from convert.errors import shown
+from fastjax.data.columns import check_options, parse_messages
+from fastjax.errors import ConfigError, DataError
+from fastjax.generation.options import GenerationOptions
+from fastjax.serving import fields
+from fastjax.serving.errors import ApiError
+from fastjax.serving.model import ServedModel
+from fastjax.serving.settings import ServerSettings
+from fastjax.serving.worker import Wanted
+
+#: New tokens of a completion where nobody says how many, as OpenAI's.
+_COMPLETION = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request for answers.
+
+    Attributes:
+        model: the name that was asked for.
+        wanted: its prompts with their options.
+        stream: the answers come as events.
+        usage: a stream's last event tells the tokens.
+        log_probs: whether they are told.
+        token_ids: whether they are told.
+        echo: the text of each prompt, which its answers begin with; None: they do not.
+        tools: the functions that may be called; None: none.
+    """
+
+    model: str
+    wanted: Sequence[Wanted]
+    stream: bool = False
+    usage: bool = False
+    log_probs: bool = False
+    token_ids: bool = False
+    echo: Sequence[str] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+class Reader:
+    """Reads the bodies of requests.
+
+    A prompt's text may be long, and so is the reading of it: it is called beside the event loop.
+    """
+
+    def __init__(self, model: ServedModel, settings: ServerSettings, max_length: int):
+        """Begin.
+
+        Args:
+            model: that is asked.
+            settings: of the server.
+            max_length: the most tokens of a prompt with its answer.
+        """
+        self.model, self._settings, self.max_length = model, settings, max_length
+
+    def chat(self, body: Mapping[str, Any], names: Sequence[str]) -> Request:
+        """A request of /v1/chat/completions.
+
+        Args:
+            body: its object.
+            names: of the adapters.
+
+        Raises:
+            ApiError, ConfigError, DataError: a field that does not fit.
+        """
+        found = fields.read(body, fields.CHAT)
+        adapter = self.adapter(found, names)
+        new = _same(found, "max_tokens", "max_completion_tokens")
+        if new == 0:
+            raise ApiError(400, "max_tokens: expected at least 1, got 0", param="max_tokens")
+        if "top_logprobs" in found and not found.get("logprobs"):
+            raise ApiError(400, "top_logprobs: expected logprobs: true beside it, got none", param="top_logprobs")
+        tools, prompt = _tools(found), self.conversation(found)
+        told = found.get("top_logprobs") if found.get("logprobs") else None
+        wanted = [Wanted(prompt, self._options(found, prompt, new, told, "messages"), adapter)]
+        return self._request(found, wanted, log_probs=bool(found.get("logprobs")), tools=tools)
+
+    def completion(self, body: Mapping[str, Any], names: Sequence[str]) -> Request:
+        """A request of /v1/completions.
+
+        Args:
+            body: its object.
+            names: of the adapters.
+
+        Raises:
+            ApiError, ConfigError, DataError: a field that does not fit.
+        """
+        found = fields.read(body, fields.COMPLETION)
+        adapter = self.adapter(found, names)
+        prompts = self.prompts(found)
+        new, told = found.get("max_tokens", _COMPLETION), found.get("logprobs")
+        echo = [self._text(prompt) for prompt in prompts] if found.get("echo") else None
+        if new == 0 and echo is None:
+            raise ApiError(400, "max_tokens: expected at least 1, got 0; 0 goes with echo: true", param="max_tokens")
+        wanted = [Wanted(prompt, self._options(found, prompt, new, told, "prompt"), adapter) for prompt in prompts]
+        return self._request(found, wanted, log_probs=told is not None, echo=echo)
+
+    def adapter(self, found: Mapping[str, Any], names: Sequence[str]) -> str | None:
+        """The adapter that is asked; None: the model itself.
+
+        Args:
+            found: the request's fields.
+            names: of the adapters.
+
+        Raises:
+            ApiError: no such model, 404.
+        """
+        known = [self._settings.name, *names]
+        if "model" not in found:
+            raise ApiError(400, f"model: expected one of {', '.join(known)}, got none", param="model")
+        if found["model"] not in known:
+            message = f"model: expected one of {', '.join(known)}, got {shown(found['model'], 80)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return None if found["model"] == self._settings.name else found["model"]
+
+    def conversation(self, found: Mapping[str, Any]) -> list[int]:
+        """The tokens of a conversation.
+
+        Args:
+            found: the request's fields.
+
+        Raises:
+            ApiError, ConfigError, DataError: messages that are none, or that the chat template refuses.
+        """
+        if not found.get("messages"):
+            raise ApiError(400, "messages: expected at least one message, got none", param="messages")
+        continued = found.get("continue_final_message", False)
+        if found.get("add_generation_prompt", not continued) == continued:
+            message = "add_generation_prompt: expected the contrary of continue_final_message, got the same"
+            raise ApiError(400, message, param="add_generation_prompt")
+        variables = check_options(found.get("chat_template_kwargs", {}), "chat_template_kwargs")
+        if "chat_template" in variables:
+            message = "chat_template_kwargs: expected variables of the model's template, got another chat_template"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        encoder = self.model.encoder(variables)
+        messages = parse_messages(found["messages"], "messages")
+        try:
+            return encoder.encode_prompt(messages, _tools(found), continue_final_message=continued)
+        except DataError as error:
+            message = str(error).removeprefix("the prompt: ")
+            raise ApiError(400, f"messages: {message}", param="messages") from error
+
+    def prompts(self, found: Mapping[str, Any]) -> list[list[int]]:
+        """The tokens of the prompts of a completion: a text, texts, token ids, or lists of them.
+
+        Args:
+            found: the request's fields.
+
+        Raises:
+            ApiError: anything else.
+        """
+        prompt = found.get("prompt")
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], str | list)):
+            prompt, one = [prompt], True
+        else:
+            one = False
+        if not isinstance(prompt, list) or not prompt:
+            message = f"prompt: expected a text, a list of texts, token ids or lists of them, got {shown(prompt, 60)}"
+            raise ApiError(400, message, param="prompt")
+        if len(prompt) * found.get("n", 1) > self._settings.answers if isinstance(found.get("n", 1), int) else False:
+            raise self._too_many(len(prompt) * found.get("n", 1))
+        return [self._tokens(each, "prompt" if one else f"prompt[{place}]") for place, each in enumerate(prompt)]
+
+    def _tokens(self, prompt: Any, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                ids = self.model.encoder().encode_beginning(prompt)
+            except DataError as error:
+                message = str(error).removeprefix("the prompt: ")
+                raise ApiError(400, f"{where}: {message}", param="prompt") from error
+            if not ids:
+                raise ApiError(400, f"{where}: expected at least one token, got an empty text", param="prompt")
+            return ids
+        vocabulary = self.model.model.config.vocab_size
+        if not isinstance(prompt, list) or not prompt:
+            message = f"{where}: expected a text or token ids, got {shown(prompt, 60)}"
+            raise ApiError(400, message, param="prompt")
+        for place, token in enumerate(prompt):
+            if type(token) is not int or not 0 <= token < vocabulary:
+                message = f"{where}[{place}]: expected a token id from 0 to {vocabulary - 1}, got {shown(token, 60)}"
+                raise ApiError(400, message, param="prompt")
+        return prompt
+
+    def _text(self, prompt: list[int]) -> str:
+        text = self.model.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast(str, text)
+
+    def _options(
+        self, found: Mapping[str, Any], prompt: Sequence[int], new: int | None, told: int | None, where: str
+    ) -> GenerationOptions:
+        """Options of the answers to a prompt, whose length is known to fit."""
+        room = self.max_length - len(prompt)
+        if room < max(1 if new is None else new, 0):
+            asked = "an answer" if new is None else f"max_tokens {new}"
+            raise ApiError(
+                400,
+                f"{where}: expected prompt and answer of at most {self.max_length} tokens together, got a prompt of "
+                f"{len(prompt)} tokens and {asked}; shorten the prompt or ask for fewer tokens",
+                param=where,
+                code="context_length_exceeded",
+            )
+        sampling = fields.sampling(found)
+        ends = found.get("stop_token_ids", [])
+        ignored = found.get("ignore_eos", False)
+        options = self.model.options(
+            sampling | {"top_logprobs": told}, room if new is None else new, stop_tokens=ends, ignore_eos=ignored
+        )
+        if options.n > self._settings.answers:
+            raise self._too_many(options.n)
+        return options.checked(self.model.model.config.vocab_size)
+
+    def _request(self, found: Mapping[str, Any], wanted: Sequence[Wanted], **told: Any) -> Request:
+        options = found.get("stream_options", {})
+        if options and not found.get("stream"):
+            raise ApiError(400, "stream_options: expected stream: true beside it, got none", param="stream_options")
+        for name, value in options.items():
+            if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool | None):
+                message = f"stream_options: expected include_usage, true or false, got {shown(options, 60)}"
+                raise ApiError(400, message, param="stream_options")
+        return Request(
+            found["model"],
+            wanted,
+            stream=found.get("stream", False),
+            usage=bool(options.get("include_usage")),
+            token_ids=found.get("return_token_ids", False),
+            **told,
+        )
+
+    def _too_many(self, count: int) -> ApiError:
+        most = self._settings.answers
+        return ApiError(400, f"n: expected at most {most} answers over all prompts, got {shown(count)}", param="n")
+
+
+def _same(found: Mapping[str, Any], *names: str) -> Any:
+    """The value of a field with two names."""
+    given = {name: found[name] for name in names if name in found}
+    if len(set(given.values())) > 1:
+        said = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ApiError(400, f"{names[0]}: expected equal values of both names, got {said}", param=names[0])
+    return next(iter(given.values()), None)
+
+
+def _tools(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The functions that may be called: those of `tools`, unless `tool_choice` is none.
+
+    Raises:
+        ConfigError: tools that are none, or a choice that is not served.
+    """
+    tools, choice = found.get("tools"), found.get("tool_choice", "auto")
+    for place, tool in enumerate(tools or []):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise ConfigError(f"tools[{place}]: expected a function with a name, got {shown(tool, 60)}")
+    if choice not in ("auto", "none"):
+        raise ConfigError(f"tool_choice: expected auto or none, got {shown(choice, 60)}; no call can be forced")
+    if choice == "auto" and "tool_choice" in found and not tools:
+        raise ConfigError("tool_choice: expected tools beside it, got none")
+    return tools if tools and choice == "auto" else None

@@ -1,0 +1,105 @@
+"""A server over a tiny model, in this process, and requests to it."""
+
+import contextlib
+import functools
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from fastjax.generation import Engine
+from fastjax.language_model import FastLanguageModel
+from fastjax.serving.server import Server
+from fastjax.serving.settings import ServerSettings
+from fastjax.serving.worker import Worker
+from tests.support import chat, tiny
+
+#: Untied and with large weights: small random models repeat a token for ever.
+CONFIG = tiny.config(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=64,
+    tie_word_embeddings=False,
+    initializer_range=0.3,
+    max_position_embeddings=512,
+)
+ROWS, LENGTH = 8, 256
+
+
+@functools.cache
+def model():
+    """A tiny Llama with a byte tokenizer and a chat template."""
+    folder = chat.write_model(Path(tempfile.mkdtemp(prefix="served-")) / "tiny", CONFIG)
+    return FastLanguageModel.from_pretrained(folder, dtype="float32", load_in_4bit=False, max_seq_length=LENGTH)[0]
+
+
+def engine(**settings):
+    return Engine(model(), **{"rows": ROWS, "steps": 4, **settings})
+
+
+class Served:
+    """A running server.
+
+    Attributes:
+        url: where it listens.
+        client: of HTTP, for it.
+    """
+
+    def __init__(self, worker, settings):
+        self.worker, self.settings = worker, settings
+        self.server = Server(worker, settings)
+        self.ended = []
+        self._thread = threading.Thread(target=lambda: self.ended.append(self.server.run_to_end()))
+        self._thread.start()
+        until(lambda: self.server.started)
+        self.port = self.server.port
+        self.url = f"http://127.0.0.1:{self.port}"
+        headers = {} if settings.key is None else {"Authorization": f"Bearer {settings.key}"}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+    def post(self, path, body, **headers):
+        return self.client.post(path, json=body, headers=headers)
+
+    def ok(self, path, body):
+        """The object of an answer with status 200."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path, body):
+        """The objects of a stream, whose end is checked."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            text = response.read().decode()
+            assert response.status_code == 200, text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        parts = text.split("\n\n")
+        assert parts[-2:] == ["data: [DONE]", ""] and all(part.startswith("data: ") for part in parts[:-1])
+        return [json.loads(part[6:]) for part in parts[:-2]]
+
+    def close(self):
+        self.client.close()
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def served(one=None, *, queue=64, **settings):
+    """A server over an engine, by default of `model`."""
+    settings = ServerSettings(name="tiny", port=0, queue=queue, **settings)
+    running = Served(Worker(one or engine(), model(), queue=queue), settings)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def until(condition, seconds=30):
+    """Wait for something."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
