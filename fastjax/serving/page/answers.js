@@ -15,11 +15,10 @@ const ENDS = { length: "cut at the limit of tokens", stopped: "stopped", content
 
 /** The answer on the page; it keeps its record up to date. */
 export class Answer {
-  constructor(record, retry) {
+  /** `retry` and `goOn` are called with the answer when its reader asks for another, or for more. */
+  constructor(record, { retry, goOn }) {
     this.record = record;
     this.pending = [];  // tokens whose text is yet to come
-    this.started = performance.now();
-    this.first = null;
     this.text = element("div", { className: "text" });
     this.thoughtText = element("div", { className: "text" });
     this.summary = element("summary", {}, "Thinking");
@@ -29,14 +28,27 @@ export class Answer {
     this.figures = element("span", { className: "figures" });
     this.copy = element("button", { type: "button", className: "quiet", onclick: () => this.copyText() }, "Copy");
     this.retry = element("button", { type: "button", className: "quiet retry", onclick: () => retry(this) }, "Retry");
-    this.foot = element("footer", { hidden: true }, this.figures, this.copy, this.retry);
+    this.more = element("button", { type: "button", className: "quiet go-on", onclick: () => goOn(this) }, "Go on");
+    this.foot = element("footer", { hidden: true }, this.figures, this.copy, this.more, this.retry);
     this.node = element("article", { className: "answer", attributes: { "aria-label": `Answer by ${record.model}` } },
       element("h3", {}, record.model), this.thought, this.text, this.calls, this.error, this.foot);
+    this.summary.addEventListener("click", () => { this.touched = true; });
+    this.openThought(record.finish === null);
     for (const piece of record.reasoning) this.show("reasoning", piece);
     for (const piece of record.content) this.show("content", piece);
     for (const index of record.calls.keys()) this.showCall(index);
     if (record.finish !== null) this.showEnd();
-    else this.node.classList.add("running");
+    else this.begin();
+  }
+
+  /** An answer begins to come, or goes on. */
+  begin() {
+    this.record.finish = this.record.error = null;
+    this.started = performance.now();
+    this.first = null;  // time of the first text
+    this.tokens = null;
+    this.error.hidden = this.foot.hidden = true;
+    this.node.classList.add("running");
   }
 
   /** Take an event of the stream. */
@@ -65,9 +77,15 @@ export class Answer {
     if (kind === "reasoning") {
       this.thought.hidden = false;
       appendPiece(this.thoughtText, piece);
-    } else {
-      appendPiece(this.text, piece);
+      return;
     }
+    if (!this.text.hasChildNodes()) this.openThought(false);
+    appendPiece(this.text, piece);
+  }
+
+  /** Thoughts are open while they come, and closed before the answer, unless the reader has opened or closed them. */
+  openThought(open) {
+    if (!this.touched) this.thought.open = open;
   }
 
   addCall({ index, function: { name = "", arguments: text = "" } = {} }) {
@@ -90,7 +108,9 @@ export class Answer {
     record.finish = stopped || error !== null ? "stopped" : record.finish ?? "stop";
     record.error = error;
     if (this.first !== null) {
-      record.figures = { tokens: this.tokens ?? null, first: this.first - this.started, rest: now - this.first };
+      const before = record.figures ?? { tokens: 0, first: this.first - this.started, rest: 0 };
+      const tokens = this.tokens === null || before.tokens === null ? null : before.tokens + this.tokens;
+      record.figures = { ...before, tokens, rest: before.rest + now - this.first };
     }
     this.node.classList.remove("running");
     this.showEnd();
@@ -103,6 +123,7 @@ export class Answer {
     this.error.hidden = record.error === null;
     this.error.textContent = record.error ?? "";
     this.copy.hidden = !record.content.length;
+    this.more.hidden = !record.content.length || !["length", "stopped"].includes(record.finish);
     if (record.error === null && !record.content.length && !record.reasoning.length && !record.calls.length) {
       this.text.replaceChildren(element("em", {}, record.finish === "stopped" ? "Nothing yet." : "An empty answer."));
     }

@@ -20,7 +20,7 @@ export class Chat {
     this.hideTip = explainTokens(byId("turns"));
     this.watchComposer();
     this.watchScroll();
-    for (const turn of stored()) this.addTurn(turn);
+    this.restore();
     this.update();
     window.addEventListener("pagehide", () => this.store());
   }
@@ -116,7 +116,7 @@ export class Chat {
   }
 
   addCard(turn, record, instead = null) {
-    const card = new Answer(record, (old) => this.retry(turn, old));
+    const card = new Answer(record, { retry: (old) => this.retry(turn, old), goOn: (old) => this.goOn(turn, old) });
     if (instead) {
       instead.node.replaceWith(card.node);
       turn.cards[turn.cards.indexOf(instead)] = card;
@@ -128,12 +128,21 @@ export class Chat {
   }
 
   retry(turn, old) {
-    const request = this.stopping || turn !== this.turns.at(-1) ? null : this.checked([old.record.model]);
+    const request = this.checked([old.record.model]);
+    if (request) this.again(turn, this.addCard(turn, newRecord(old.record.model), old), request);
+  }
+
+  goOn(turn, card) {
+    const request = this.checked([card.record.model]);
     if (!request) return;
-    const card = this.addCard(turn, newRecord(old.record.model), old);
-    byId("stop").hidden = false;
-    byId("stop").focus();
+    card.begin();
+    this.again(turn, card, request);
+  }
+
+  /** One answer of the last turn; the button that asked for it is gone, so the focus moves on. */
+  again(turn, card, request) {
     this.answer(turn, [card], request);
+    byId("stop").focus();
   }
 
   /** Let answers come, all at once. */
@@ -150,9 +159,11 @@ export class Chat {
   }
 
   async fetch(turn, card, { system, sampling }) {
+    const begun = answered(card.record);
     const body = {
       model: card.record.model,
-      messages: this.messages(turn, card.record.model, system),
+      messages: [...this.messages(turn, card.record.model, system), ...(begun ? [begun] : [])],
+      ...(begun ? { continue_final_message: true } : {}),
       logprobs: true,
       top_logprobs: ALTERNATIVES,
       ...sampling,
@@ -171,12 +182,9 @@ export class Chat {
   messages(last, model, system) {
     const messages = system.trim() === "" ? [] : [{ role: "system", content: system }];
     for (const { said, cards } of this.turns.slice(0, this.turns.indexOf(last))) {
-      const records = cards.map(({ record }) => record).filter(({ content }) => content.length);
+      const records = cards.map(({ record }) => record).filter(answered);
       const record = records.find((one) => one.model === model) ?? records[0];
-      if (!record) continue;
-      const thought = record.reasoning.length ? { reasoning_content: joined(record.reasoning) } : {};
-      messages.push({ role: "user", content: said });
-      messages.push({ role: "assistant", content: joined(record.content), ...thought });
+      if (record) messages.push({ role: "user", content: said }, answered(record));
     }
     return [...messages, { role: "user", content: last.said }];
   }
@@ -206,6 +214,19 @@ export class Chat {
     for (const turn of this.turns) turn.node.classList.toggle("last", turn === this.turns.at(-1) && !running);
   }
 
+  /** The conversation before a reload; an answer that was coming then is stopped. */
+  restore() {
+    try {
+      for (const turn of kept("chat", [])) {
+        for (const record of turn.answers) record.finish ??= "stopped";
+        this.addTurn(turn);
+      }
+    } catch (error) {  // kept by another version of the page
+      console.error(error);
+      this.clear();
+    }
+  }
+
   /** Keep the conversation for a reload; without its alternatives where they are too much. */
   store() {
     const records = (thin) => this.turns.map(({ said, cards }) => ({ said, answers: cards.map(({ record }) => thin(record)) }));
@@ -216,9 +237,9 @@ export class Chat {
   }
 }
 
-/** The kept conversation; an answer that was coming when the page went is stopped. */
-function stored() {
-  const turns = kept("chat", []);
-  for (const { answers } of turns) for (const one of answers) one.finish ??= "stopped";
-  return turns;
+/** An answer as a message; null: there is nothing of it. */
+function answered({ content, reasoning }) {
+  if (!content.length) return null;
+  const thought = reasoning.length ? { reasoning_content: joined(reasoning) } : {};
+  return { role: "assistant", content: joined(content), ...thought };
 }

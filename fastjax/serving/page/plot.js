@@ -78,7 +78,7 @@ export class Plot {
       this.svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
         text(LEFT - 8, y + 4, this.shown(value), "end"));
     }
-    const steps = axis(first, last, Math.max(2, Math.floor(width / 120)));
+    const steps = axis(first, last, Math.max(3, Math.floor(width / 100)));
     for (const value of steps.values.filter((one) => one >= first && one <= last && Number.isInteger(one))) {
       this.svg.append(text(this.x(value), height - 8, value.toLocaleString("en"), "middle"));
     }

@@ -27,10 +27,10 @@ export class Settings {
   constructor(form) {
     this.form = form;
     const inputs = NUMBERS.map(([name, label, min, max, step, hint]) => {
-      const input = element("input", { type: "number", id: name, name, min, max, step: "any", placeholder: "default",
+      const input = element("input", { type: "number", id: `field-${name}`, name, min, max, step: "any", placeholder: "default",
         title: hint, inputMode: "decimal", autocomplete: "off" });
       input.addEventListener("keydown", (event) => stepped(event, input, step));
-      return element("div", { className: "field" }, element("label", { htmlFor: name }, label), input);
+      return element("div", { className: "field" }, element("label", { htmlFor: `field-${name}` }, label), input);
     });
     form.append(
       written("system", "System prompt", 5, "None"),
@@ -87,8 +87,8 @@ export class Settings {
 }
 
 function written(name, label, rows, placeholder) {
-  return element("div", { className: "field" }, element("label", { htmlFor: name }, label),
-    element("textarea", { id: name, name, rows, placeholder, autocomplete: "off" }));
+  return element("div", { className: "field" }, element("label", { htmlFor: `field-${name}` }, label),
+    element("textarea", { id: `field-${name}`, name, rows, placeholder, autocomplete: "off" }));
 }
 
 /** Arrow keys step by the field's own step; any number may be typed. */

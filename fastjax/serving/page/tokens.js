@@ -108,7 +108,12 @@ export function explainTokens(root) {
   root.addEventListener("keydown", (event) => { if (at(event)) move(event, at(event), hide); });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
   window.addEventListener("resize", hide);
-  root.parentElement.addEventListener("scroll", () => { if (shown && !shown.matches(":hover")) hide(); });
+  root.parentElement.addEventListener("scroll", () => {
+    if (!shown) return;
+    const [view, { top, bottom }] = [root.parentElement.getBoundingClientRect(), shown.getBoundingClientRect()];
+    if (bottom < view.top || top > view.bottom) hide();
+    else place(tip, shown);
+  });
   return hide;
 }
 
@@ -116,20 +121,11 @@ export function explainTokens(root) {
 function move(event, span, hide) {
   const all = [...span.parentElement.querySelectorAll(":scope > .token")];
   const index = all.indexOf(span);
-  const line = (step) => {
-    const { top, left } = span.getBoundingClientRect();
-    const beyond = (other) => Math.sign(other.top - top) === step && Math.abs(other.top - top) > 4;
-    const [side, others] = step < 0 ? [all.slice(0, index).reverse(), -1] : [all.slice(index + 1), 1];
-    const rows = side.map((one) => [one, one.getBoundingClientRect()]).filter(([, box]) => beyond(box));
-    const near = rows.filter(([, box]) => Math.abs(box.top - rows[0][1].top) < 4);
-    near.sort(([, one], [, other]) => Math.abs(one.left - left) - Math.abs(other.left - left));
-    return near[0]?.[0] ?? all.at(others < 0 ? 0 : -1);
-  };
   const goals = {
     ArrowLeft: () => all[Math.max(index - 1, 0)],
     ArrowRight: () => all[Math.min(index + 1, all.length - 1)],
-    ArrowUp: () => line(-1),
-    ArrowDown: () => line(1),
+    ArrowUp: () => inNextLine(span, all.slice(0, index).reverse()) ?? all[0],
+    ArrowDown: () => inNextLine(span, all.slice(index + 1)) ?? all.at(-1),
     Home: () => all[0],
     End: () => all.at(-1),
   };
@@ -137,6 +133,16 @@ function move(event, span, hide) {
   event.preventDefault();
   hide();
   goals[event.key]().focus();
+}
+
+/** Of tokens in order from one on: that of the next line that is nearest to be above or below it. */
+function inNextLine(span, others) {
+  const { top, left } = span.getBoundingClientRect();
+  const boxes = others.map((other) => [other, other.getBoundingClientRect()]);
+  const begin = boxes.findIndex(([, box]) => Math.abs(box.top - top) > 4);
+  const line = begin < 0 ? [] : boxes.filter(([, box]) => Math.abs(box.top - boxes[begin][1].top) < 4);
+  const distance = ([, box]) => Math.abs(box.left - left);
+  return line.reduce((best, one) => (best === null || distance(one) < distance(best) ? one : best), null)?.[0];
 }
 
 /** A token's probability, and the alternatives with bars as long as theirs. */
@@ -151,7 +157,7 @@ function explanation([text, value, others]) {
   });
   return element("div", { className: "explained" },
     element("p", {}, element("code", {}, visible(text)), element("b", {}, percent(value))),
-    element("p", { className: "soft" }, value === null ? "banned or filtered" : `log-probability ${value.toFixed(3).replace("-", "−")}`),
+    element("p", { className: "soft" }, impossible(value) ? "banned" : `log-probability ${value.toFixed(3).replace("-", "−")}`),
     element("ol", {}, ...rows));
 }
 
@@ -160,10 +166,14 @@ function visible(text) {
   return text === "" ? "(no text)" : text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥");
 }
 
+/** Whether a token cannot come; JSON has no infinity, the API has −9999 for it. */
+const impossible = (value) => value === null || value <= -9999;
+
 function percent(value) {
-  const share = 100 * Math.exp(value ?? -Infinity);
+  if (impossible(value)) return "0 %";
+  const share = 100 * Math.exp(value);
   if (share > 99.95 && share < 100) return "> 99.9 %";
-  if (share < 0.01) return value === null ? "–" : "< 0.01 %";
+  if (share < 0.01) return "< 0.01 %";
   return `${share.toFixed(share < 1 ? 2 : 1)} %`;
 }
 

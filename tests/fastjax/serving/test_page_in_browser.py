@@ -1,0 +1,457 @@
+"""The page in a headless Chromium, against a server whose answers are known.
+
+Needs Playwright's Python package and any Chromium, on the PATH or Playwright's own.
+"""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+
+from tests.support import page_server
+from tests.support.page_server import ADAPTER, BASE, HOSTILE, HOSTILE_NAME, KEY, TEXTS, THOUGHT, Script, listening
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (pip install playwright)")
+
+BROWSERS = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
+WIDTHS = {1280: 800, 390: 844}
+pytestmark = [
+    pytest.mark.exhaustive(by="tests/fastjax/serving/test_page.py::test_every_file_of_the_page_is_served_and_no_other")
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    there = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with playwright.sync_playwright() as engine:
+        try:
+            started = engine.chromium.launch(executable_path=there, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(
+                f"needs Chromium, on the PATH or from `playwright install chromium`: {str(error).splitlines()[0]}"
+            )
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens the page of a script: with what it logs, and every address it asks for."""
+    contexts = []
+
+    def opened(address, *, path="/", width=1280, scheme="light", **options):
+        context = browser.new_context(
+            viewport={"width": width, "height": WIDTHS[width]}, color_scheme=scheme, **options
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.logged, page.asked = [], []
+        page.on("console", lambda message: page.logged.append(message.text))
+        page.on("pageerror", lambda error: page.logged.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(address + path)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def ask(page, text, *, wait=True):
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    if wait:
+        page.wait_for_selector("#send:not([hidden])")
+
+
+def texts(page):
+    return page.locator(".answer > .text").all_text_contents()
+
+
+def tip(page):
+    """The shown tip: its token's probability, and the rows."""
+    shown = page.locator("#tip")
+    rows = [tuple(row.locator("code, span").all_text_contents()) for row in shown.locator("li").all()]
+    return shown.locator("b").first.text_content(), rows
+
+
+def test_an_answer_comes_in_pieces_and_the_next_question_has_it(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address)
+        page.wait_for_selector("#model option", state="attached")
+        page.fill("#field-system", "Be brief.")
+        page.fill("#field-temperature", "0.5")
+        page.fill("#field-top_k", "40")
+        ask(page, "think long about rates", wait=False)
+        page.locator(".answer > .text .token").nth(5).wait_for()
+        assert page.is_visible("#stop") and not page.is_visible("#send")
+        assert page.locator(".thought .text").text_content() == THOUGHT
+        page.click("#stop")
+        page.wait_for_selector("#send:not([hidden])")
+        partial = texts(page)[0]
+        assert (TEXTS[BASE] * 200).startswith(partial[:40]) and 40 < len(partial) < len(TEXTS[BASE]) * 200
+        assert "stopped" in page.locator(".figures").text_content()
+        ask(page, "And then?")
+        assert texts(page)[1] == TEXTS[BASE]
+        assert re.fullmatch(
+            r"1\d tokens · [\d,.]+ tokens/s · first after [\d,.]+ ms", page.locator(".figures").nth(1).text_content()
+        )
+        first, second = script.bodies
+        assert first["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "think long about rates"},
+        ]
+        assert second["messages"][2:] == [
+            {"role": "assistant", "content": partial, "reasoning_content": THOUGHT},
+            {"role": "user", "content": "And then?"},
+        ]
+        for body in script.bodies:
+            given = {name: value for name, value in body.items() if name != "messages"}
+            assert given == {
+                "model": BASE,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "logprobs": True,
+                "top_logprobs": 5,
+                "temperature": 0.5,
+                "top_k": 40,
+            }
+        assert page.logged == []
+    assert script.ended == ["left", "whole"]
+
+
+def test_base_beside_adapter_each_with_its_own_answers(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address)
+        page.wait_for_selector("#beside option", state="attached")
+        page.select_option("#beside", ADAPTER)
+        ask(page, "first")
+        assert texts(page) == [TEXTS[BASE], TEXTS[ADAPTER]]
+        assert page.locator(".answer h3").all_text_contents() == [BASE, ADAPTER]
+        boxes = [answer.bounding_box() for answer in page.locator(".answer").all()]
+        assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+        page.set_viewport_size({"width": 390, "height": 844})
+        boxes = [answer.bounding_box() for answer in page.locator(".answer").all()]
+        assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] + boxes[0]["height"] < boxes[1]["y"]
+        page.select_option("#model", ADAPTER)
+        page.select_option("#beside", "")
+        ask(page, "second")
+        assert script.bodies[-1]["model"] == ADAPTER
+        assert script.bodies[-1]["messages"][1] == {"role": "assistant", "content": TEXTS[ADAPTER]}
+        page.locator(".retry:visible").click()
+        page.wait_for_selector("#send:not([hidden])")
+        assert len(script.bodies) == 4 and script.bodies[3] == script.bodies[2]
+        assert len(texts(page)) == 3 and page.locator(".retry:visible").count() == 1
+        page.click("#clear")
+        assert page.is_visible("#welcome") and texts(page) == []
+        assert page.logged == []
+
+
+def test_a_tokens_probability_and_alternatives_by_pointer_and_by_keyboard(opened):
+    with listening(Script().app) as address:
+        page = opened(address)
+        ask(page, "think about rates")
+        spans = page.locator(".answer > .text .token")
+        words = page_server.words(TEXTS[BASE])
+        assert spans.all_text_contents() == words
+        assert spans.nth(2).get_attribute("data-level") == "2"
+        spans.nth(2).hover()
+        assert tip(page) == ("30.0 %", [("␣instead", "35.0 %"), ("␣rate", "30.0 %"), ("(no text)", "17.5 %")])
+        assert spans.nth(2).get_attribute("aria-describedby") == "tip"
+        bars = [
+            bar.bounding_box()["width"] / row.bounding_box()["width"]
+            for row in page.locator("#tip li").all()
+            for bar in row.locator("i").all()
+        ]
+        assert bars == pytest.approx([0.35, 0.30, 0.175], abs=0.01)
+        page.mouse.move(2, 2)
+        page.wait_for_selector("#tip", state="hidden")
+
+        spans.nth(0).focus()
+        assert tip(page)[0] == "90.0 %"
+        for key, place in {"ArrowRight": 1, "End": len(words) - 1, "Home": 0}.items():
+            page.keyboard.press(key)
+            assert page.evaluate("document.activeElement.textContent") == words[place]
+            assert tip(page)[0] == f"{100 * page_server.probability(place):.1f} %"
+        page.keyboard.press("ArrowDown")
+        line = page.evaluate("document.activeElement.getBoundingClientRect().top")
+        assert line > spans.nth(0).bounding_box()["y"] + 4
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#tip")
+        assert page.locator('.answer > .text .token[tabindex="0"]').count() == 1
+
+        emoji = spans.nth(words.index(" 🙂"))
+        emoji.hover()
+        assert page.locator("#tip .explained").count() == 2
+        page.click(".thought summary")
+        page.locator(".thought .token").first.hover()
+        assert tip(page)[0] == "90.0 %"
+        assert page.logged == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_hostile_answer_is_text_also_after_a_reload(opened, width):
+    """Row 70 of the cases: nothing runs, nothing is fetched from elsewhere, nothing is sent by itself."""
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address, path="/?q=hostile&prompt=hostile#hostile", width=width)
+        page.wait_for_selector("#model option", state="attached")
+        time.sleep(0.3)
+        assert script.bodies == [] and page.input_value("#prompt") == ""
+        page.select_option("#beside", HOSTILE_NAME)
+        ask(page, "hostile <i>think</i> call")
+        for _ in range(2):
+            assert texts(page) == [HOSTILE, HOSTILE]
+            assert page.locator(".said").text_content() == "Youhostile <i>think</i> call"
+            assert page.locator(".answer h3").all_text_contents() == [BASE, HOSTILE_NAME]
+            assert page.locator(".calls pre").all_text_contents() == ['weather({"city": "Bern"})'] * 2
+            assert page.locator("#turns :is(img, script, a, b, i, iframe)").count() == 0
+            spans = page.locator(".answer > .text .token")
+            spans.first.hover()
+            assert page.locator("#tip :is(img, script, a)").count() == 0
+            assert page.evaluate("window.broken === undefined")
+            page.reload()
+            page.wait_for_selector(".answer")
+        assert page.input_value("#beside") == HOSTILE_NAME
+        assert all(url.startswith(address) for url in page.asked)
+        assert len(script.bodies) == 2 and page.logged == []
+        spans.first.hover()
+        assert tip(page)[0] == "90.0 %"
+
+
+def test_inline_scripts_styles_and_foreign_addresses_are_blocked(opened):
+    """The policy holds even if the page's own code were wrong."""
+    with listening(Script().app) as address:
+        page = opened(address)
+        with pytest.raises(playwright.Error, match="TrustedHTML"):
+            page.evaluate("document.body.innerHTML = '<img src=x>'")
+        blocked = page.evaluate(
+            "async () => { try { await fetch('https://evil.example/'); return false } catch { return true } }"
+        )
+        assert blocked and any("connect-src" in line for line in page.logged)
+
+
+def test_refusals_and_broken_streams_are_told_and_the_next_question_is_answered(opened):
+    with listening(Script().app) as address:
+        page = opened(address)
+        told = {
+            "refuse": "temperature: expected 0 to 2, got <b>3</b>",
+            "busy": "The queue is full. Try again in 7 s.",
+            "fail": "The engine failed.",
+            "drop": "The connection ended in the middle of the answer.",
+        }
+        for said, sentence in told.items():
+            ask(page, said)
+            assert page.locator(".error:visible").last.text_content() == sentence
+        assert texts(page)[2] == texts(page)[3] == "".join(page_server.words(TEXTS[BASE])[:3])
+
+
+def test_a_cut_answer_goes_on_from_its_very_text(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address)
+        ask(page, "think to the limit")
+        cut = "A learning rate decides how far"
+        assert texts(page) == [cut]
+        assert page.locator(".figures").text_content().endswith("cut at the limit of tokens")
+        page.click(".go-on")
+        page.wait_for_selector("#send:not([hidden])")
+        assert texts(page) == [TEXTS[BASE]] and page.locator(".go-on:visible").count() == 0
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        first, second = script.bodies
+        begun = {"role": "assistant", "content": cut, "reasoning_content": THOUGHT}
+        assert second == {**first, "messages": [*first["messages"], begun], "continue_final_message": True}
+        assert page.locator(".figures").text_content().startswith(f"{len(page_server.words(TEXTS[BASE])) + 2} tokens")
+        assert page.logged == []
+
+
+def test_a_wrong_setting_is_told_at_its_field_before_anything_is_sent(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address, width=390)
+        page.wait_for_selector("#model option", state="attached")
+        page.click("#open-settings")
+        page.fill("#field-top_p", "7")
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#settings")
+        ask(page, "hello", wait=False)
+        page.wait_for_selector("#settings:not([hidden])")
+        assert page.locator("#notice").text_content() == "Top p: expected a number from 0 to 1."
+        assert page.evaluate("document.activeElement.id") == "field-top_p" and script.bodies == []
+        page.fill("#field-top_p", "")
+        page.keyboard.press("Escape")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".answer footer:not([hidden])")
+        assert "top_p" not in script.bodies[0] and page.is_hidden("#notice")
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab_alone(opened):
+    script = Script(key=KEY)
+    with listening(script.app) as address:
+        page = opened(address)
+        for given, reason in (("wrong", "It was set"), (KEY, "That is not the server's key.")):
+            page.wait_for_selector("#key-dialog[open]")
+            assert page.locator("#key-reason").text_content().startswith(reason)
+            page.fill("#key", given)
+            page.press("#key", "Enter")
+        page.wait_for_selector("#model option", state="attached")
+        ask(page, "hello")
+        assert texts(page) == [TEXTS[BASE]]
+        page.reload()
+        page.wait_for_selector("#model option", state="attached")
+        assert page.is_hidden("#key-dialog")
+        assert page.evaluate("JSON.stringify(localStorage)").find(KEY) < 0
+        assert not any(KEY in url for url in page.asked)
+        assert page.context.cookies() == []
+        other = page.context.new_page()
+        other.goto(address)
+        other.wait_for_selector("#key-dialog[open]")
+        other.click("#key-cancel")
+        other.wait_for_selector("#notice:not([hidden])")
+        assert other.locator("#notice").text_content().startswith("The server asks for its key.")
+
+
+def test_curves_grow_with_the_run(opened, tmp_path):
+    rows = [{"step": 0, "event": "started", "message": "<b>started</b>"}]
+    rows += [{"step": n, "loss": 3 / n, "learning_rate": 1e-4, "tokens_per_second": 9e3} for n in range(1, 301)]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with listening(Script(run=tmp_path).app) as address:
+        page = opened(address)
+        page.click("#tab-run")
+        page.wait_for_selector(".plot path")
+        facts = dict(zip(page.locator("dt").all_text_contents(), page.locator("dd").all_text_contents(), strict=True))
+        assert facts == {"Step": "300", "Loss": "0.0100", "Learning rate": "1e−4", "Tokens/s": "9,000"}
+        assert page.locator(".pill").text_content() == "at work"
+        assert page.locator(".events li").all_text_contents() == ["step 0<b>started</b>"]
+        plot = page.locator(".plot").first
+        plot.focus()
+        page.keyboard.press("Home")
+        assert plot.get_attribute("aria-valuetext") == "step 1 · loss 3"
+        page.keyboard.press("ArrowRight")
+        assert page.locator("output").first.text_content() == "step 2 · loss 1.5"
+        with open(file, "a") as stream:
+            stream.write('{"step": 301, "loss": 0.5}\n{"step": 301, "eval_loss": 0.25}\n')
+            stream.write('{"step": 301, "event": "finished", "message": "done"}\n')
+        page.locator(".pill", has_text="finished").wait_for()
+        assert page.locator("dd").first.text_content() == "301"
+        page.keyboard.press("End")
+        assert plot.get_attribute("aria-valuetext") == "step 301 · loss 0.5 · evaluation 0.25"
+        page.reload()
+        page.wait_for_selector("#run .plot path")
+        assert page.logged == []
+
+
+CONTRAST = """() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+  const paint = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (rgb) => rgb.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const bad = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.closest(':disabled, .unseen, .skip, noscript')) continue;
+    const behind = [];
+    for (let at = node; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+    const style = getComputedStyle(node);
+    const [ground, ink] = [paint(behind), paint([...behind, node instanceof SVGElement ? style.fill : style.color])];
+    const [low, high] = [light(ground), light(ink)].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < 4.5) bad.push(`${node.tagName} "${node.textContent.slice(0, 20)}" ${ratio.toFixed(2)}`);
+  }
+  return bad;
+}"""
+CUT_OFF = """() => [...document.querySelectorAll('body *')].filter((node) => {
+  const box = node.getBoundingClientRect();
+  const shown = node.checkVisibility() && box.width > 1 && !node.closest('.unseen, .skip');
+  return shown && (box.right > innerWidth + 1 || box.left < -1);
+}).map((node) => `${node.tagName} ${node.id} ${node.className}`)"""
+NAMELESS = """() => [...document.querySelectorAll('button, select, input, textarea, [role=slider]')].filter((node) => {
+  const name = node.ariaLabel || node.labels?.length || (node.tagName === 'BUTTON' && node.innerText.trim());
+  return node.checkVisibility() && !name;
+}).map((node) => node.outerHTML)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_text_has_contrast_and_nothing_is_cut_off(opened, tmp_path, width, scheme):
+    """WCAG 2.2, level AA: 4.5:1 for text, no scrolling sideways, a name for each control."""
+    rows = [{"step": n, "loss": 3 / n, "learning_rate": 1e-4, "tokens_per_second": 9e3} for n in range(1, 301)]
+    rows += [{"step": 300, "eval_loss": 0.1}, {"step": 300, "event": "not_finite", "message": "x" * 300}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with listening(Script(run=tmp_path).app) as address:
+        page = opened(address, width=width, scheme=scheme)
+
+        def sound():
+            return page.evaluate(CONTRAST) + page.evaluate(CUT_OFF) + page.evaluate(NAMELESS)
+
+        page.wait_for_selector("#model option", state="attached")
+        assert sound() == []
+        page.select_option("#beside", HOSTILE_NAME)
+        if width == 390:
+            page.click("#open-settings")
+        page.check("[name=tint]")
+        page.click("#fields summary")
+        assert sound() == []
+        if width == 390:
+            page.keyboard.press("Escape")
+        ask(page, "think about rates " + "x" * 200)
+        ask(page, "refuse")
+        page.click("[role=region] .thought summary >> nth=0")
+        page.locator(".answer > .text .token").nth(3).hover()
+        assert page.is_visible("#tip") and sound() == []
+        page.click("#tab-run")
+        page.wait_for_selector(".plot path")
+        assert sound() == [] and page.locator(".pill").text_content() == "loss not finite"
+
+
+def test_the_chosen_colours_stay(opened):
+    with listening(Script().app) as address:
+        page = opened(address, scheme="light")
+        ground = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(ground)
+        for name in ("Light", "Dark"):
+            page.click("#theme")
+            assert page.locator("#theme").inner_text() == name
+        dark = page.evaluate(ground)
+        page.reload()
+        page.wait_for_selector("#model option", state="attached")
+        assert page.evaluate(ground) == dark != light
+
+
+def test_all_is_reached_by_the_tab_key(opened):
+    with listening(Script().app) as address:
+        page = opened(address)
+        page.wait_for_selector("#model option", state="attached")
+        ask(page, "hello")
+        page.evaluate("document.activeElement.blur()")
+        about = "(({id, name, className}) => id || name || className)(document.activeElement)"
+        seen = []
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            seen.append(page.evaluate(about))
+        tools = [
+            "clear",
+            "open-settings",
+            "theme",
+            "log",
+            "token shown",
+            "quiet",
+            "quiet retry",
+            "prompt",
+            "model",
+            "beside",
+        ]
+        fields = [
+            f"field-{name}" for name in ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+        ]
+        assert [name for name in (*tools, "close-settings", *fields, "tint") if name not in seen] == []
