@@ -21,8 +21,7 @@ from pallas_kernels.tiles import padded_rank, width
 
 _ROWS = 16
 _A_COLUMNS, _B_COLUMNS, _GATE_COLUMNS = 64, 64, 128
-"""Features of a program that multiplies with A, of more rows twice as many; with B; and of a gated block."""
-_A_TURNS, _GATE_TURNS, _WARPS = 2, 2, 8
+"""Features of a program that multiplies with A; with B; and of a gated block. Of more rows twice as many, but with B."""
 _AT_ONCE = 4096
 """Elements of a tile that are read at a time."""
 
@@ -41,44 +40,38 @@ def normed_products(
     """The normalised rows, None without a weight, and addends of the rank products."""
     (rows, features), ranks = x.shape, [0 if a is None else a.shape[0] for a in lora_A]
     slot, columns = padded_rank(max(ranks)), width(features, _A_COLUMNS * (1 if rows < _ROWS // 2 else 2))
-    turns = _turns(features // columns, 1 if rows < _ROWS // 2 else _A_TURNS)
-    shares = features // columns // turns
     return _call(
-        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, turns=turns, slot=slot),
+        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, slot=slot),
         (
             None if weight is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((shares, rows, len(ranks) * slot), jnp.float32),
+            jax.ShapeDtypeStruct((features // columns, rows, len(ranks) * slot), jnp.float32),
         ),
-        (shares, rows),
+        (features // columns, rows),
         "few_rows_products" if weight is None else "few_rows_norm",
         interpret,
     )(x, weight, lora_A)
 
 
-def _normed_products(
-    x_ref, weight_ref, a_refs, normed_ref, addends_ref, *, eps, offset, columns: int, turns: int, slot: int
-):
+def _normed_products(x_ref, weight_ref, a_refs, normed_ref, addends_ref, *, eps, offset, columns: int, slot: int):
     share, rows, features = pl.program_id(0), _rows_of(x_ref.shape[0]), x_ref.shape[1]
-    places = [(share * turns + turn) * columns + jax.lax.iota(jnp.int32, columns) for turn in range(turns)]
-    matrices = [[_load_A(a_ref, cols, slot) for a_ref in a_refs] for cols in places[:1]]
-    tiles = [_load(x_ref, rows, cols) for cols in places]
+    cols = share * columns + jax.lax.iota(jnp.int32, columns)
+    early = len(rows) < _ROWS  # with more rows the registers are full
+    matrices = [_load_A(a_ref, cols, slot) for a_ref in a_refs] if early else None
+    x = _load(x_ref, rows, cols)
     if weight_ref is not None:
+        scale = pltriton.load(weight_ref.at[cols]).astype(jnp.float32) + offset
         at_once = width(features, max(_AT_ONCE // len(rows), 128))
         squares = jnp.zeros((len(rows), at_once), jnp.float32)
         for start in range(0, features, at_once):
             tile = _load(x_ref, rows, start + jax.lax.iota(jnp.int32, at_once)).astype(jnp.float32)
             squares += tile * tile
-        factor = jax.lax.rsqrt(jnp.sum(squares, axis=1) / features + eps)[:, None]
-        for turn, cols in enumerate(places):
-            scale = pltriton.load(weight_ref.at[cols]).astype(jnp.float32) + offset
-            normed = tiles[turn].astype(jnp.float32) * factor
-            if offset == 0.0:
-                normed = normed.astype(x_ref.dtype).astype(jnp.float32)
-            tiles[turn] = (normed * scale[None, :]).astype(x_ref.dtype)
-            _store(normed_ref, rows, cols, tiles[turn])
-    matrices += [[_load_A(a_ref, cols, slot) for a_ref in a_refs] for cols in places[1:]]
-    for number, parts in enumerate(zip(*matrices, strict=True)):
-        _store_products(addends_ref, share, rows, number * slot, tiles, parts, slot)
+        normed = x.astype(jnp.float32) * jax.lax.rsqrt(jnp.sum(squares, axis=1) / features + eps)[:, None]
+        if offset == 0.0:
+            normed = normed.astype(x.dtype).astype(jnp.float32)
+        x = (normed * scale[None, :]).astype(x.dtype)
+        _store(normed_ref, rows, cols, x)
+    for number, lora_A in enumerate(matrices or [_load_A(a_ref, cols, slot) for a_ref in a_refs]):
+        _store_products(addends_ref, share, rows, number * slot, x, lora_A, slot)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -190,16 +183,14 @@ def gate(
 ) -> tuple[Array, Array | None]:
     """The gated product, and addends of its rank products."""
     rows, features = base.shape[1], base.shape[2] // 2
-    columns, addends = width(features, _GATE_COLUMNS), None
-    turns = _turns(features // columns, 1 if rows < _ROWS // 2 else _GATE_TURNS)
-    shares = features // columns // turns
+    columns, addends = width(features, _GATE_COLUMNS * (1 if rows < _ROWS // 2 else 2)), None
     if down.rank:
-        addends = jax.ShapeDtypeStruct((shares, rows, down.slot), jnp.float32)
+        addends = jax.ShapeDtypeStruct((features // columns, rows, down.slot), jnp.float32)
     kernel = functools.partial(
-        _gate, adapters=_Described.of(adapters), slot=down.slot, activation=activation, columns=columns, turns=turns
+        _gate, adapters=_Described.of(adapters), slot=down.slot, activation=activation, columns=columns
     )
     h = jax.ShapeDtypeStruct((rows, features), dtype)
-    return _call(kernel, (h, addends), (shares, rows), "few_rows_gate", interpret)(
+    return _call(kernel, (h, addends), (features // columns, rows), "few_rows_gate", interpret)(
         base, products, adapters.lora_B, adapters.chosen, down.lora_A[0]
     )
 
@@ -217,26 +208,23 @@ def _gate(
     slot: int,
     activation: str,
     columns: int,
-    turns: int,
 ):
     share, rows, features = pl.program_id(0), _rows_of(base_ref.shape[1]), base_ref.shape[2] // 2
-    apart, thin = len(adapters.parts) > 1, (products_ref, chosen_ref)
-    products = [_products(thin, adapters, half * apart, rows, h_ref.dtype) for half in range(1 + apart)]
-    tiles, matrices = [], []
-    for turn in range(turns):
-        cols = (share * turns + turn) * columns + jax.lax.iota(jnp.int32, columns)
-        behind = [cols + (not apart) * half * features for half in range(2)]
-        both = [_load_B(b_refs[half * apart], behind[half], adapters.slot) for half in range(2)]
-        matrices.append(_load_A(a_ref, cols, slot))
-        bases = [_sum(base_ref, rows, half * features + cols) for half in range(2)]
-        gate, up = (
-            bases[half] + _through(products[half * apart], both[half], adapters, half * apart, h_ref.dtype)
-            for half in range(2)
-        )
-        tiles.append((ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype))
-        _store(h_ref, rows, cols, tiles[-1])
+    cols, apart = share * columns + jax.lax.iota(jnp.int32, columns), len(adapters.parts) > 1
+    matrices = [_load_B(b_refs[half * apart], cols + (not apart) * half * features, adapters.slot) for half in range(2)]
+    lora_A = _load_A(a_ref, cols, slot)
+    bases = [_sum(base_ref, rows, half * features + cols) for half in range(2)]
+    products = [
+        _products((products_ref, chosen_ref), adapters, part, rows, h_ref.dtype) for part in range(1 + apart)
+    ]
+    gate, up = (
+        bases[half] + _through(products[half * apart], matrices[half], adapters, half * apart, h_ref.dtype)
+        for half in range(2)
+    )
+    h = (ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
+    _store(h_ref, rows, cols, h)
     if addends_ref is not None:
-        _store_products(addends_ref, share, rows, 0, tiles, matrices, slot)
+        _store_products(addends_ref, share, rows, 0, h, lora_A, slot)
 
 
 class _Described(NamedTuple):
@@ -251,18 +239,13 @@ class _Described(NamedTuple):
         return cls(adapters.parts, adapters.scalings, adapters.slot)
 
 
-def _turns(count: int, most: int) -> int:
-    """Tiles of a program among `count`: at most so many, and as many in each."""
-    return next(turns for turns in range(most, 0, -1) if count % turns == 0)
-
-
 def _call(kernel, results: Any, grid: tuple[int, int], name: str, interpret: bool):
     programs, rows = grid
     return pl.pallas_call(
         kernel,
         out_shape=results,
         grid=(programs, pl.cdiv(rows, _ROWS)),
-        compiler_params=pltriton.CompilerParams(num_warps=4 if rows < _ROWS // 2 else _WARPS, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=4 if rows < _ROWS // 2 else 8, num_stages=1),
         interpret=interpret,
         name=name,
     )
@@ -301,19 +284,19 @@ def _store(ref, rows: Array, cols: Array, values: Array, leading: Any = None) ->
 
 
 def _sum(ref, rows: Array, cols: Array) -> Array:
-    """The sum of addends, float32 [rows, columns]."""
+    """The sum of addends, float32 [rows, columns]: of many at a time, as one tile, and over its first axis at the end."""
     count, shape = ref.shape[0], (len(rows), len(cols))
-    at_once = min(pl.next_power_of_2(count), max(_AT_ONCE // (shape[0] * shape[1]), 1))
-    if at_once == 1 or len(rows) == _ROWS:
-        return sum((_load(ref, rows, cols, number).astype(jnp.float32) for number in range(count)), jnp.float32(0))
-    total, whole = jnp.zeros(shape, jnp.float32), (at_once, *shape)
+    if count == 1:
+        return _load(ref, rows, cols, 0).astype(jnp.float32)
+    at_once = min(pl.next_power_of_2(count), max(_AT_ONCE // (shape[0] * shape[1]), 2))
+    total, whole = jnp.zeros((at_once, *shape), jnp.float32), (at_once, *shape)
     for start in range(0, count, at_once):
         number = jnp.broadcast_to((start + jax.lax.iota(jnp.int32, at_once))[:, None, None], whole)
         row, column = jnp.broadcast_to(rows[None, :, None], whole), jnp.broadcast_to(cols[None, None, :], whole)
         mask = (number < count) & (row < ref.shape[1])
         tile = pltriton.load(ref.at[number, row, column], mask=mask, other=jnp.zeros((), ref.dtype))
-        total += jnp.sum(tile.astype(jnp.float32), axis=0)
-    return total
+        total += tile.astype(jnp.float32)
+    return jnp.sum(total, axis=0)
 
 
 def _load_A(a_ref, cols: Array, slot: int) -> Array | None:
@@ -353,12 +336,12 @@ def _through(products: Array | None, lora_B: Array | None, adapters: _Described,
     return _product(products, (lora_B.astype(jnp.float32) * adapters.scalings[part]).astype(dtype))
 
 
-def _store_products(addends_ref, share, rows: Array, start: int, tiles, matrices, slot: int) -> None:
-    """Store the sum of x·Aᵀ over tiles of columns as the rank products from `start` on."""
-    products = jnp.zeros((len(rows), slot), jnp.float32)
-    for x, lora_A in zip(tiles, matrices, strict=True):
-        if lora_A is not None:
-            products += _product(x, lora_A.astype(x.dtype))
+def _store_products(addends_ref, share, rows: Array, start: int, x: Array, lora_A: Array | None, slot: int) -> None:
+    """Store x·Aᵀ over some columns as the rank products from `start` on."""
+    if lora_A is None:
+        products = jnp.zeros((len(rows), slot), jnp.float32)
+    else:
+        products = _product(x, lora_A.astype(x.dtype))
     _store(addends_ref, rows, start + jax.lax.iota(jnp.int32, slot), products, share)
 
 
@@ -375,6 +358,8 @@ def _thin(ref, first: Array, second: Array, axis: int) -> Array:
 def _product(x: Array, matrix: Array) -> Array:
     """The product x·Mᵀ, float32."""
     if x.shape[0] == _ROWS:
+        if matrix.shape[0] > _ROWS:  # the warps lie along the first axis
+            return pltriton.dot(matrix, x, trans_b=True).T
         return pltriton.dot(x, matrix, trans_b=True)
     x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
     return jnp.sum(x[:, None, :] * matrix[None, :, :], axis=2)

@@ -40,21 +40,22 @@ def forward(
         interpret: run on any device, in jax.numpy.
     """
     if splits is None:
-        splits = split_count(q.shape[0] * keys.shape[2], table.shape[1] * keys.shape[3], num_cores())
+        tokens = table.shape[1] * keys.shape[3]
+        seen = tokens if options.sliding_window is None else min(tokens, options.sliding_window + keys.shape[3])
+        splits = split_count(q.shape[0] * keys.shape[2], seen, num_cores())
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     return _forward(q, keys, values, table, lengths, layer.reshape(1), sinks, options, splits, interpret)
 
 
 def split_count(programs: int, tokens: int, cores: int) -> int:
-    """Parts of a row's tokens: enough for four programs a multiprocessor, each of four tiles or more.
+    """Parts of a row's tokens: as many as run at once, two programs a multiprocessor, each of two tiles or more.
 
     Args:
         programs: without parts.
-        tokens: most tokens of a row.
+        tokens: most tokens of a row that are seen.
         cores: multiprocessors.
     """
-    wanted = pl.cdiv(4 * cores, programs)
-    return max(1, min(wanted, tokens // (4 * _TILE), 64))
+    return max(1, min(2 * cores // programs, tokens // (2 * _TILE), 64))
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
