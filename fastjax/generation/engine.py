@@ -19,6 +19,7 @@ from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.generation.adapters import AdapterSet, join_adapters
+from fastjax.generation.bound import BoundDecoder
 from fastjax.generation.choices import Choice, Piece, Sizes, piece_of, prompt_arrays, token_ids
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.pages import Pages
@@ -32,6 +33,8 @@ from fastjax.models.caching import PAGE, empty_states
 CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+#: A call ends early when this part of its rows have ended and others wait.
+_ENDED = 16
 
 
 class Engine:
@@ -48,7 +51,7 @@ class Engine:
         tokens: int | None = None,
         max_length: int | None = None,
         cache_dtype: str | None = None,
-        steps: int = 16,
+        steps: int = 64,
         prefill_tokens: int | None = None,
     ):
         """Set the cache aside.
@@ -67,7 +70,8 @@ class Engine:
             max_length: the most tokens of a prompt with its answer; None: the model's `max_seq_length`.
             cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
                 16 bits and changes what is said a little; None: that of the computation.
-            steps: tokens of each answer that a call of `step` brings at most.
+            steps: tokens of each answer that a call of `step` brings at most; fewer where a sixteenth of the rows have
+                ended while others wait.
             prefill_tokens: of prompts that a call of `step` takes in at most, before all rows decode; a longer prompt
                 comes in over several. None: 16,384 while rows decode, and all that there is room for while none does.
 
@@ -109,6 +113,7 @@ class Engine:
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
         self._numbers = 0
+        self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
     @property
     def model(self) -> LanguageModel:
@@ -227,7 +232,7 @@ class Engine:
                 self._state, _ = self._call(prefill, empty, packed=packed)
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
-            self._state, _ = self._call(decode, where, np.int32(self.steps), most=self.steps)
+            self._state, _ = self._call(decode, where, np.int32(self.steps), np.int32(1), most=self.steps)
 
     def run(self, steps: int | None = None) -> Iterator[Piece]:
         """Step until all requests are answered.
@@ -337,12 +342,15 @@ class Engine:
         width = min(width, self.rows)
         where = np.full(width, self.rows, np.int32)
         where[: len(choices)] = [one.row for one in choices]
-        self._state, decoded = self._call(decode, where, np.int32(steps), most=self.steps)
+        ends = max(1, len(choices) // _ENDED) if self._waiting else len(choices)
+        least = np.int32(len(choices) - ends + 1)
+        self._state, decoded = self._call(decode, where, np.int32(steps), least, most=self.steps)
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[EngineState, Any]:
-        model = self.model
-        return program(model.graphdef, model.trainable, model.frozen, self._state, *arguments, **static)
+        if self._bound is None or self._bound[0] is not self.model:
+            self._bound = self.model, BoundDecoder.of(self.model)
+        return program(self._bound[1], self._state, *arguments, **static)
 
     def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded) -> list[Piece]:
         """Pieces of some answers; those that ended give back their rows."""

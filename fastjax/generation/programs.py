@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from fastjax.generation.bound import BoundDecoder
 from fastjax.generation.sampling import Picked, pick
 from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_axis
 from fastjax.models.caching import step
@@ -35,16 +36,12 @@ class Decoded(NamedTuple):
     likeliest: Float[Array, "K W A"]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "packed"), donate_argnames=("state",))
-def prefill(
-    graphdef: nnx.GraphDef, trainable: Any, frozen: Any, state: EngineState, prompts: Prompts, *, packed: bool
-) -> tuple[EngineState, Picked]:
+@functools.partial(jax.jit, static_argnames=("packed",), donate_argnames=("state",))
+def prefill(decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, packed: bool) -> tuple[EngineState, Picked]:
     """Take prompts in, and pick the first token of each answer whose prompt ends.
 
     Args:
-        graphdef: of the decoder.
-        trainable: its trained arrays.
-        frozen: its others.
+        decoder: the model.
         state: of the rows so far; it is used up.
         prompts: what comes.
         packed: whether all of them begin here; else there is one, which goes on where its row ends.
@@ -52,7 +49,7 @@ def prefill(
     Returns:
         The state, and the tokens of the entries [E]; of an entry without an end they mean nothing.
     """
-    model = nnx.merge(graphdef, trainable, frozen)
+    model = nnx.merge(decoder.graphdef, *decoder.trees)
     count = prompts.rows.shape[0]
     real = prompts.answers < count
     entry = jnp.minimum(prompts.answers, count - 1)
@@ -95,39 +92,38 @@ def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -
     return state._replace(rows=_rows_set(rows, _answered(mine, picked.tokens), where)), picked
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "most"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("most",), donate_argnames=("state",))
 def decode(
-    graphdef: nnx.GraphDef,
-    trainable: Any,
-    frozen: Any,
+    decoder: BoundDecoder,
     state: EngineState,
     where: Int[Array, "W"],
     steps: Int[Array, ""],
+    least: Int[Array, ""],
     *,
     most: int,
 ) -> tuple[EngineState, Decoded]:
-    """Generate tokens of some rows, until so many have come or all rows have ended.
+    """Generate tokens of some rows, until so many have come or enough rows have ended.
 
     Args:
-        graphdef: of the decoder.
-        trainable: its trained arrays.
-        frozen: its others.
+        decoder: the model.
         state: of the rows; it is used up.
         where: the rows; R: none.
         steps: tokens of each row.
+        least: rows, at least one; the call ends as soon as fewer of them go on.
         most: K, the most that `steps` may be.
 
     Returns:
         The state and the tokens.
     """
     # Nested scales are decoded here, once, and not in each step.
-    model, page = nnx.merge(graphdef, trainable, decoded_scales(frozen)), _page(state.layers)
+    trainable, frozen = decoder.trees
+    model, page = nnx.merge(decoder.graphdef, trainable, decoded_scales(frozen)), _page(state.layers)
     width = where.shape[0]
     layers = _taken(state.layers, where)
 
     def going(carry: Any) -> Array:
         number, rows, *_ = carry
-        return (number < steps) & jnp.any(rows.going)
+        return (number < steps) & (jnp.sum(rows.going) >= least)
 
     def body(carry: Any) -> Any:
         number, rows, layers, out = carry

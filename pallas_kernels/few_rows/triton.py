@@ -21,7 +21,7 @@ from pallas_kernels.tiles import padded_rank, width
 
 _ROWS = 16
 _A_COLUMNS, _B_COLUMNS, _GATE_COLUMNS = 64, 64, 128
-"""Features of a program that multiplies with A; with B; and of a gated block. Of more rows twice as many, but with B."""
+"""Features of a program that multiplies with A, with B, and of a gated block. Of more rows twice as many but for B."""
 _AT_ONCE = 4096
 """Elements of a tile that are read at a time."""
 
@@ -214,9 +214,7 @@ def _gate(
     matrices = [_load_B(b_refs[half * apart], cols + (not apart) * half * features, adapters.slot) for half in range(2)]
     lora_A = _load_A(a_ref, cols, slot)
     bases = [_sum(base_ref, rows, half * features + cols) for half in range(2)]
-    products = [
-        _products((products_ref, chosen_ref), adapters, part, rows, h_ref.dtype) for part in range(1 + apart)
-    ]
+    products = [_products((products_ref, chosen_ref), adapters, part, rows, h_ref.dtype) for part in range(1 + apart)]
     gate, up = (
         bases[half] + _through(products[half * apart], matrices[half], adapters, half * apart, h_ref.dtype)
         for half in range(2)
@@ -284,7 +282,7 @@ def _store(ref, rows: Array, cols: Array, values: Array, leading: Any = None) ->
 
 
 def _sum(ref, rows: Array, cols: Array) -> Array:
-    """The sum of addends, float32 [rows, columns]: of many at a time, as one tile, and over its first axis at the end."""
+    """The sum of addends, float32 [rows, columns]: many at a time as one tile, over its first axis at the end."""
     count, shape = ref.shape[0], (len(rows), len(cols))
     if count == 1:
         return _load(ref, rows, cols, 0).astype(jnp.float32)

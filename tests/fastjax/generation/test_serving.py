@@ -168,6 +168,18 @@ def test_log_probabilities_are_the_models_own_in_every_place(settings, engine):
     assert found[1][0][2] == () and not {*settings.get("logit_bias", {})} - {9} & {*tokens}
 
 
+def test_a_call_ends_early_for_those_that_wait():
+    """A row that ends gives its place to the next request after its last token, not after all tokens of a call."""
+    engine = Engine(model(), rows=2, max_length=64)
+    short, long = GenerationOptions(max_new_tokens=3), GenerationOptions(max_new_tokens=40)
+    requests = [engine.add(prompt(5, seed), each) for seed, each in enumerate((long, short, short))]
+    came = []
+    while engine.busy:
+        pieces = engine.step()
+        came.append([sum(len(piece.tokens) for piece in pieces if piece.request == number) for number in requests])
+    assert came == [[3, 3, 0], [37, 0, 3]]
+
+
 def test_rows_that_are_used_again_keep_nothing(engine):
     """One prompt three times in a row, then two of one beginning by turns; requests that are open at once."""
     options = GenerationOptions(max_new_tokens=12)
