@@ -47,6 +47,7 @@ class ChatTemplate:
     """A chat template and its special tokens.
 
     Attributes:
+        source: The Jinja source, that for conversations with tools included.
         options: Further variables of every conversation.
         reads: Names of the variables that it reads or sets.
     """
@@ -73,6 +74,7 @@ class ChatTemplate:
         Raises:
             ConfigError: The source is not valid Jinja, or too long, or has none of the variables' names.
         """
+        self.source = source + (with_tools or "")
         self._special_tokens, self.options = dict(special_tokens), dict(options or {})
         self._ends, self._added = special_tokens.values() if ends is None else ends, added
         self._template = _compiled(source)

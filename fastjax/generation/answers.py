@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastjax.generation.choices import Piece
-from fastjax.generation.detokenizer import Detokenizer
+from fastjax.generation.detokenizer import AnswerText, Detokenizer
 from fastjax.generation.engines import AnyEngine
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class GrowingAnswer:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop: str | int | None = None
-        self._text = None if tokenizer is None else Detokenizer(tokenizer, stop_strings)
+        self._text: AnswerText | None = None if tokenizer is None else Detokenizer(tokenizer, stop_strings)
         self._sent: list[str] = []
         self.log_probs: list[float] = []
         self.likeliest: list[tuple[tuple[int, float], ...]] = []

@@ -6,7 +6,7 @@ of the whole answer may lie within a token: a stop string may begin there.
 
 import bisect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fastjax.generation.stop_strings import StopStrings
 from fastjax.generation.token_text import Part, token_text
@@ -25,6 +25,21 @@ class Stopped(NamedTuple):
 
     stop: str
     tokens: int
+
+
+class AnswerText(Protocol):
+    """One answer's text while it grows; see `Detokenizer`, of which it has the methods and attributes."""
+
+    tokens: int
+    stopped: Stopped | None
+
+    def add(self, tokens: Iterable[int]) -> str:
+        """Text that can be sent now."""
+        ...
+
+    def finish(self) -> str:
+        """The rest, when no token follows."""
+        ...
 
 
 class Detokenizer:
