@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> None:
         ) from None
     from fastjax.serving.settings import ServerSettings
 
+    if arguments.adapter is not None and arguments.adapters:
+        raise ConfigError("--adapter: expected --adapters alone, got both; put the adapter's folder there")
     name = arguments.name or Path(arguments.model).name
     settings = ServerSettings(
         name=name,
@@ -50,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
     model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
-    engine = Engine(model, rows=arguments.rows, tokens=arguments.tokens)
+    slots = {"adapter_slots": arguments.adapter_slots, "adapter_rank": arguments.adapter_rank}
+    engine = Engine(model, rows=arguments.rows, tokens=arguments.tokens, **(slots if arguments.adapters else {}))
     engine.warm_up()
     worker = Worker(engine, model, queue=settings.queue)
     server = Server(worker, settings)
@@ -92,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="DIR",
         help="folder of PEFT adapters, each under its folder's name; may be given several times",
+    )
+    parser.add_argument(
+        "--adapter_slots", type=positive, default=4, metavar="N", help="adapters at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--adapter_rank", type=positive, default=16, metavar="R", help="their largest rank (default: %(default)s)"
     )
     parser.add_argument(
         "--special_tokens",

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from fastjax.generation.answers import GrowingAnswer
-from fastjax.serving.model import ServedModel
 from fastjax.serving.requests import Request
 from fastjax.serving.worker import Ticket
 
@@ -33,16 +32,15 @@ class Answers:
         growing: the answers, in the order of their numbers.
     """
 
-    def __init__(self, request: Request, model: ServedModel):
+    def __init__(self, request: Request):
         """Begin.
 
         Args:
             request: of the client.
-            model: whose tokenizer makes texts.
         """
         self.request = request
         self.growing = [
-            GrowingAnswer(one.prompt, model.tokenizer, one.options.stop_strings)
+            GrowingAnswer(one.prompt, request.model.tokenizer, one.options.stop_strings)
             for one in request.wanted
             for _ in range(one.options.n)
         ]

@@ -12,11 +12,11 @@ from starlette.routing import BaseRoute, Route
 
 from fastjax.errors import ConfigError, DataError
 from fastjax.serving import page
+from fastjax.serving.adapters import Adapters
 from fastjax.serving.endpoints import Endpoints, refused
 from fastjax.serving.errors import ApiError
 from fastjax.serving.guard import Guard
-from fastjax.serving.model import ServedModel
-from fastjax.serving.requests import Reader
+from fastjax.serving.model import Models, ServedModel
 from fastjax.serving.settings import ServerSettings
 from fastjax.serving.worker import Worker
 
@@ -31,8 +31,10 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
     Raises:
         ConfigError: a model that cannot be served.
     """
-    reader = Reader(ServedModel(worker.model, settings), settings, worker.max_length)
-    endpoints = Endpoints(worker, reader, settings, lambda: [])
+    models = Models(settings.name, ServedModel(worker.model, settings))
+    adapters = Adapters(worker, models, settings)
+    adapters.load_all()
+    endpoints = Endpoints(worker, models, settings)
 
     async def health(http: HttpRequest) -> Response:
         state = "failed" if worker.failed else "draining" if worker.draining else "ok"
@@ -48,6 +50,8 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
         Route("/v1/models/{name}", endpoints.model),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
     ]
     routes += page.routes(settings)

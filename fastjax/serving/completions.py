@@ -5,21 +5,19 @@ import uuid
 from typing import Any
 
 from fastjax.serving.answers import Answers, Growth
-from fastjax.serving.tokens import TokenNames
 
 
 class CompletionForm:
     """The objects of one request."""
 
-    def __init__(self, answers: Answers, names: TokenNames):
+    def __init__(self, answers: Answers):
         """Begin.
 
         Args:
             answers: of the request.
-            names: of its tokens.
         """
-        self._answers, self._names = answers, names
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": answers.request.model}
+        self._answers, self._names = answers, answers.request.model.tokens
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": answers.request.name}
         self._head["object"] = "text_completion"
 
     def begin(self) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from fastjax.serving.chat import ChatForm
 from fastjax.serving.completions import CompletionForm
 from fastjax.serving.errors import FAILED, ApiError
 from fastjax.serving.events import EventStream, unless_gone
+from fastjax.serving.model import Models
 from fastjax.serving.requests import Reader, Request
 from fastjax.serving.settings import ServerSettings
-from fastjax.serving.tokens import TokenNames
 from fastjax.serving.worker import Closing, EngineFailed, QueueFull, Ticket, Worker
 
 _LOG = logging.getLogger("fastjax.serving")
@@ -31,17 +31,16 @@ Form = ChatForm | CompletionForm
 class Endpoints:
     """The handlers of the routes."""
 
-    def __init__(self, worker: Worker, reader: Reader, settings: ServerSettings, names: Callable[[], list[str]]):
+    def __init__(self, worker: Worker, models: Models, settings: ServerSettings):
         """Begin.
 
         Args:
             worker: that answers.
-            reader: of bodies.
+            models: that may be asked for.
             settings: of the server.
-            names: of the adapters at this moment.
         """
-        self._worker, self._reader, self._settings, self._names = worker, reader, settings, names
-        self._tokens = TokenNames(reader.model.tokenizer)
+        self._worker, self._models, self._settings = worker, models, settings
+        self._reader = Reader(models, settings, worker.max_length)
         self._aside = concurrent.futures.ThreadPoolExecutor(1, "prompts")
 
     def close(self) -> None:
@@ -58,34 +57,31 @@ class Endpoints:
 
     async def models(self, http: HttpRequest) -> Response:
         """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._all()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._models.names]})
 
     async def model(self, http: HttpRequest) -> Response:
         """GET /v1/models/NAME."""
-        name = self._reader.adapter({"model": http.path_params["name"]}, self._names()) or self._settings.name
+        name = http.path_params["name"]
+        self._reader.asked({"model": name})
         return JSONResponse(self._model(name))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize: the tokens that the same prompt or conversation has as a request."""
         found = fields.read(fields.parse(await http.body()), fields.TOKENIZE)
-        if "model" in found:
-            self._reader.adapter(found, self._names())
+        model, _ = self._reader.asked({"model": self._models.base} | found)
         if ("prompt" in found) == ("messages" in found):
             raise ApiError(400, "prompt: expected either prompt or messages, got both or none", param="prompt")
         if "messages" in found:
-            ids = await self._read(self._reader.conversation, found)
+            ids = await self._read(self._reader.conversation, found, model)
         elif isinstance(found["prompt"], str):
-            [ids] = await self._read(self._reader.prompts, found)
+            [ids] = await self._read(self._reader.prompts, found, model)
         else:
             raise ApiError(400, "prompt: expected a text", param="prompt")
         told = {"count": len(ids), "max_model_len": self._reader.max_length, "tokens": ids}
-        return JSONResponse(told | {"token_strs": [self._tokens.text(token) for token in ids]})
-
-    def _all(self) -> list[str]:
-        return [self._settings.name, *self._names()]
+        return JSONResponse(told | {"token_strs": [model.tokens.text(token) for token in ids]})
 
     def _model(self, name: str) -> dict[str, Any]:
-        base = None if name == self._settings.name else self._settings.name
+        base = None if name == self._models.base else self._models.base
         about = {"parent": base, "root": name, "max_model_len": self._reader.max_length}
         return {"id": name, "object": "model", "created": 0, "owned_by": "fastjax", **about}
 
@@ -95,10 +91,10 @@ class Endpoints:
 
     async def _answered(self, http: HttpRequest, read: Callable[..., Request], form: type[Form]) -> Response:
         body = fields.parse(await http.body())
-        request = await self._read(read, body, self._names())
+        request = await self._read(read, body)
         ticket = self._submitted(request)
-        answers = Answers(request, self._reader.model)
-        told = form(answers, self._tokens)
+        answers = Answers(request)
+        told = form(answers)
         if not request.stream:
             response = await unless_gone(http.receive, self._whole(ticket, answers, told))
             return response or Response(status_code=499)
@@ -122,6 +118,10 @@ class Endpoints:
             return True
         except EngineFailed:
             raise closing() from None
+        except ConfigError as error:
+            if str(error).startswith("adapter:"):  # it was dropped since the request was read
+                raise ApiError(404, f"model: {error}", param="model", code="model_not_found") from None
+            raise
         except asyncio.CancelledError:
             ticket.cancel()
             raise

@@ -12,7 +12,7 @@ from annotated_types import Interval
 from convert import strict_json
 from convert.errors import shorten, shown
 from fastjax.errors import ConfigError
-from fastjax.generation.options import MAX_LIKELIEST
+from fastjax.generation.options import MAX_LIKELIEST, MAX_STOPS
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.options.fields import fits
 from fastjax.options.words import describe
@@ -65,6 +65,9 @@ TOKENIZE: dict[str, Any] = {
     "add_generation_prompt": bool,
 }
 """Fields of /tokenize → their types."""
+
+LOAD: dict[str, Any] = {"lora_name": str, "lora_path": str}
+"""Fields of /v1/load_lora_adapter and /v1/unload_lora_adapter → their types; the names are vLLM's."""
 
 #: Fields that say who asks or what for, and change no answer.
 _PASSED = ("user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
@@ -151,10 +154,12 @@ def sampling(found: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("logit_bias"), dict):
         options["logit_bias"] = {_token(key): value for key, value in options["logit_bias"].items()}
     stop = found.get("stop", ())
-    options["stop_strings"] = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stop, str | list | tuple) or not all(isinstance(one, str) and one for one in stop):
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) and one for one in stops):
         raise ConfigError(f"stop: expected a text or a list of texts that are not empty, got {shown(stop, 60)}")
-    return options
+    if len(stops) > MAX_STOPS:
+        raise ConfigError(f"stop: expected at most {MAX_STOPS} texts, got {len(stops)}")
+    return options | {"stop_strings": stops}
 
 
 def _token(key: str) -> int:

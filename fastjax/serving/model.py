@@ -1,4 +1,4 @@
-"""The model as a server knows it: its names, its encoders, its ends and what it samples by when nobody says."""
+"""The models that a server has by name, and what it knows of each: encoders, ends, defaults of sampling."""
 
 import functools
 import json
@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from convert.errors import shown
 from convert.generation_config import generation_settings
 from fastjax.data import Encoder
 from fastjax.data.settings import SpecialTokens
@@ -14,7 +15,9 @@ from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Reading
 from fastjax.generation.stops import stop_tokens
+from fastjax.serving.errors import ApiError
 from fastjax.serving.settings import ServerSettings
+from fastjax.serving.tokens import TokenNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,11 +27,12 @@ _OF_FOLDER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class ServedModel:
-    """A model, its tokenizer and its defaults.
+    """What is known of a model, or of an adapter, which may have a chat template of its own; it holds no weights.
 
     Attributes:
-        model: the model.
         tokenizer: its tokenizer.
+        tokens: the texts of its tokens.
+        vocabulary: number of the model's tokens.
         defaults: sampling where a request does not say it: the folder's generation_config.json's, and temperature 1,
             as OpenAI's, where that says nothing; 0 where it says `do_sample: false`.
         ends: the tokens that end an answer.
@@ -47,7 +51,8 @@ class ServedModel:
         """
         if model.tokenizer is None:
             raise ConfigError("serve: expected a model with a tokenizer, got one without; load it from a folder")
-        self.model, self.tokenizer = model, cast("PreTrainedTokenizerBase", model.tokenizer)
+        self.tokenizer = cast("PreTrainedTokenizerBase", model.tokenizer)
+        self.tokens, self.vocabulary = TokenNames(self.tokenizer), model.config.vocab_size
         self._special_tokens: SpecialTokens = settings.special_tokens
         folder = {} if model.folder is None else generation_settings(model.folder)
         self.defaults: dict[str, Any] = {"temperature": 1.0}
@@ -89,3 +94,59 @@ class ServedModel:
         fields: dict[str, Any] = self.defaults | {"seed": secrets.randbits(31)} | dict(sampling)
         ends = tuple(dict.fromkeys([*(() if ignore_eos else self.ends), *stop_tokens]))
         return GenerationOptions(**fields, max_new_tokens=new, stop_tokens=ends)
+
+
+class Models:
+    """The models that may be asked for.
+
+    Attributes:
+        base: the name of the one without a named adapter.
+    """
+
+    def __init__(self, base: str, model: ServedModel):
+        """Begin with one.
+
+        Args:
+            base: its name.
+            model: it.
+        """
+        self.base = base
+        self._known = {base: model}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the base's first."""
+        return tuple(self._known)
+
+    def __getitem__(self, name: Any) -> ServedModel:
+        """A model by its name; an ApiError of 404 where there is none, since no other is to answer in its place."""
+        known = self._known.get(name) if isinstance(name, str) else None
+        if known is None:
+            message = f"model: expected one of {', '.join(self._known)}, got {shown(name, 80)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return known
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter of a name; None: the base.
+
+        Args:
+            name: of a model.
+        """
+        return None if name == self.base else name
+
+    def add(self, name: str, model: ServedModel) -> None:
+        """Let an adapter be asked for.
+
+        Args:
+            name: that no other has.
+            model: it.
+        """
+        self._known[name] = model
+
+    def remove(self, name: str) -> None:
+        """Let an adapter not be asked for.
+
+        Args:
+            name: of one that may be.
+        """
+        del self._known[name]

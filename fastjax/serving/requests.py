@@ -10,7 +10,7 @@ from fastjax.errors import ConfigError, DataError
 from fastjax.generation.options import GenerationOptions
 from fastjax.serving import fields
 from fastjax.serving.errors import ApiError
-from fastjax.serving.model import ServedModel
+from fastjax.serving.model import Models, ServedModel
 from fastjax.serving.settings import ServerSettings
 from fastjax.serving.worker import Wanted
 
@@ -23,7 +23,8 @@ class Request:
     """A request for answers.
 
     Attributes:
-        model: the name that was asked for.
+        name: of the model that was asked for.
+        model: it.
         wanted: its prompts with their options.
         stream: the answers come as events.
         usage: a stream's last event tells the tokens.
@@ -33,7 +34,8 @@ class Request:
         tools: the functions that may be called; None: none.
     """
 
-    model: str
+    name: str
+    model: ServedModel
     wanted: Sequence[Wanted]
     stream: bool = False
     usage: bool = False
@@ -49,81 +51,77 @@ class Reader:
     A prompt's text may be long, and so is the reading of it: it is called beside the event loop.
     """
 
-    def __init__(self, model: ServedModel, settings: ServerSettings, max_length: int):
+    def __init__(self, models: Models, settings: ServerSettings, max_length: int):
         """Begin.
 
         Args:
-            model: that is asked.
+            models: that may be asked for.
             settings: of the server.
             max_length: the most tokens of a prompt with its answer.
         """
-        self.model, self._settings, self.max_length = model, settings, max_length
+        self._models, self._settings, self.max_length = models, settings, max_length
 
-    def chat(self, body: Mapping[str, Any], names: Sequence[str]) -> Request:
+    def chat(self, body: Mapping[str, Any]) -> Request:
         """A request of /v1/chat/completions.
 
         Args:
             body: its object.
-            names: of the adapters.
 
         Raises:
             ApiError, ConfigError, DataError: a field that does not fit.
         """
         found = fields.read(body, fields.CHAT)
-        adapter = self.adapter(found, names)
+        model, adapter = self.asked(found)
         new = _same(found, "max_tokens", "max_completion_tokens")
         if new == 0:
             raise ApiError(400, "max_tokens: expected at least 1, got 0", param="max_tokens")
         if "top_logprobs" in found and not found.get("logprobs"):
             raise ApiError(400, "top_logprobs: expected logprobs: true beside it, got none", param="top_logprobs")
-        tools, prompt = _tools(found), self.conversation(found)
+        tools, prompt = _tools(found), self.conversation(found, model)
         told = found.get("top_logprobs") if found.get("logprobs") else None
-        wanted = [Wanted(prompt, self._options(found, prompt, new, told, "messages"), adapter)]
-        return self._request(found, wanted, log_probs=bool(found.get("logprobs")), tools=tools)
+        wanted = [Wanted(prompt, self._options(found, model, prompt, new, told, "messages"), adapter)]
+        return self._request(found, model, wanted, log_probs=bool(found.get("logprobs")), tools=tools)
 
-    def completion(self, body: Mapping[str, Any], names: Sequence[str]) -> Request:
+    def completion(self, body: Mapping[str, Any]) -> Request:
         """A request of /v1/completions.
 
         Args:
             body: its object.
-            names: of the adapters.
 
         Raises:
             ApiError, ConfigError, DataError: a field that does not fit.
         """
         found = fields.read(body, fields.COMPLETION)
-        adapter = self.adapter(found, names)
-        prompts = self.prompts(found)
+        model, adapter = self.asked(found)
+        prompts = self.prompts(found, model)
         new, told = found.get("max_tokens", _COMPLETION), found.get("logprobs")
-        echo = [self._text(prompt) for prompt in prompts] if found.get("echo") else None
+        echo = [_text(model, prompt) for prompt in prompts] if found.get("echo") else None
         if new == 0 and echo is None:
             raise ApiError(400, "max_tokens: expected at least 1, got 0; 0 goes with echo: true", param="max_tokens")
-        wanted = [Wanted(prompt, self._options(found, prompt, new, told, "prompt"), adapter) for prompt in prompts]
-        return self._request(found, wanted, log_probs=told is not None, echo=echo)
+        wanted = [
+            Wanted(prompt, self._options(found, model, prompt, new, told, "prompt"), adapter) for prompt in prompts
+        ]
+        return self._request(found, model, wanted, log_probs=told is not None, echo=echo)
 
-    def adapter(self, found: Mapping[str, Any], names: Sequence[str]) -> str | None:
-        """The adapter that is asked; None: the model itself.
+    def asked(self, found: Mapping[str, Any]) -> tuple[ServedModel, str | None]:
+        """The model that is asked for, and its adapter; None: the model itself.
 
         Args:
             found: the request's fields.
-            names: of the adapters.
 
         Raises:
             ApiError: no such model, 404.
         """
-        known = [self._settings.name, *names]
         if "model" not in found:
-            raise ApiError(400, f"model: expected one of {', '.join(known)}, got none", param="model")
-        if found["model"] not in known:
-            message = f"model: expected one of {', '.join(known)}, got {shown(found['model'], 80)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return None if found["model"] == self._settings.name else found["model"]
+            raise ApiError(400, f"model: expected one of {', '.join(self._models.names)}, got none", param="model")
+        return self._models[found["model"]], self._models.adapter(found["model"])
 
-    def conversation(self, found: Mapping[str, Any]) -> list[int]:
+    def conversation(self, found: Mapping[str, Any], model: ServedModel) -> list[int]:
         """The tokens of a conversation.
 
         Args:
             found: the request's fields.
+            model: that is asked.
 
         Raises:
             ApiError, ConfigError, DataError: messages that are none, or that the chat template refuses.
@@ -138,7 +136,7 @@ class Reader:
         if "chat_template" in variables:
             message = "chat_template_kwargs: expected variables of the model's template, got another chat_template"
             raise ApiError(400, message, param="chat_template_kwargs")
-        encoder = self.model.encoder(variables)
+        encoder = model.encoder(variables)
         messages = parse_messages(found["messages"], "messages")
         try:
             return encoder.encode_prompt(messages, _tools(found), continue_final_message=continued)
@@ -146,11 +144,12 @@ class Reader:
             message = str(error).removeprefix("the prompt: ")
             raise ApiError(400, f"messages: {message}", param="messages") from error
 
-    def prompts(self, found: Mapping[str, Any]) -> list[list[int]]:
+    def prompts(self, found: Mapping[str, Any], model: ServedModel) -> list[list[int]]:
         """The tokens of the prompts of a completion: a text, texts, token ids, or lists of them.
 
         Args:
             found: the request's fields.
+            model: that is asked.
 
         Raises:
             ApiError: anything else.
@@ -165,34 +164,16 @@ class Reader:
             raise ApiError(400, message, param="prompt")
         if len(prompt) * found.get("n", 1) > self._settings.answers if isinstance(found.get("n", 1), int) else False:
             raise self._too_many(len(prompt) * found.get("n", 1))
-        return [self._tokens(each, "prompt" if one else f"prompt[{place}]") for place, each in enumerate(prompt)]
-
-    def _tokens(self, prompt: Any, where: str) -> list[int]:
-        if isinstance(prompt, str):
-            try:
-                ids = self.model.encoder().encode_beginning(prompt)
-            except DataError as error:
-                message = str(error).removeprefix("the prompt: ")
-                raise ApiError(400, f"{where}: {message}", param="prompt") from error
-            if not ids:
-                raise ApiError(400, f"{where}: expected at least one token, got an empty text", param="prompt")
-            return ids
-        vocabulary = self.model.model.config.vocab_size
-        if not isinstance(prompt, list) or not prompt:
-            message = f"{where}: expected a text or token ids, got {shown(prompt, 60)}"
-            raise ApiError(400, message, param="prompt")
-        for place, token in enumerate(prompt):
-            if type(token) is not int or not 0 <= token < vocabulary:
-                message = f"{where}[{place}]: expected a token id from 0 to {vocabulary - 1}, got {shown(token, 60)}"
-                raise ApiError(400, message, param="prompt")
-        return prompt
-
-    def _text(self, prompt: list[int]) -> str:
-        text = self.model.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return cast(str, text)
+        return [_tokens(model, each, "prompt" if one else f"prompt[{place}]") for place, each in enumerate(prompt)]
 
     def _options(
-        self, found: Mapping[str, Any], prompt: Sequence[int], new: int | None, told: int | None, where: str
+        self,
+        found: Mapping[str, Any],
+        model: ServedModel,
+        prompt: Sequence[int],
+        new: int | None,
+        told: int | None,
+        where: str,
     ) -> GenerationOptions:
         """Options of the answers to a prompt, whose length is known to fit."""
         room = self.max_length - len(prompt)
@@ -208,14 +189,14 @@ class Reader:
         sampling = fields.sampling(found)
         ends = found.get("stop_token_ids", [])
         ignored = found.get("ignore_eos", False)
-        options = self.model.options(
+        options = model.options(
             sampling | {"top_logprobs": told}, room if new is None else new, stop_tokens=ends, ignore_eos=ignored
         )
         if options.n > self._settings.answers:
             raise self._too_many(options.n)
-        return options.checked(self.model.model.config.vocab_size)
+        return options.checked(model.vocabulary)
 
-    def _request(self, found: Mapping[str, Any], wanted: Sequence[Wanted], **told: Any) -> Request:
+    def _request(self, found: Mapping[str, Any], model: ServedModel, wanted: Sequence[Wanted], **told: Any) -> Request:
         options = found.get("stream_options", {})
         if options and not found.get("stream"):
             raise ApiError(400, "stream_options: expected stream: true beside it, got none", param="stream_options")
@@ -225,6 +206,7 @@ class Reader:
                 raise ApiError(400, message, param="stream_options")
         return Request(
             found["model"],
+            model,
             wanted,
             stream=found.get("stream", False),
             usage=bool(options.get("include_usage")),
@@ -235,6 +217,32 @@ class Reader:
     def _too_many(self, count: int) -> ApiError:
         most = self._settings.answers
         return ApiError(400, f"n: expected at most {most} answers over all prompts, got {shown(count)}", param="n")
+
+
+def _tokens(model: ServedModel, prompt: Any, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        try:
+            ids = model.encoder().encode_beginning(prompt)
+        except DataError as error:
+            message = str(error).removeprefix("the prompt: ")
+            raise ApiError(400, f"{where}: {message}", param="prompt") from error
+        if not ids:
+            raise ApiError(400, f"{where}: expected at least one token, got an empty text", param="prompt")
+        return ids
+    vocabulary = model.vocabulary
+    if not isinstance(prompt, list) or not prompt:
+        message = f"{where}: expected a text or token ids, got {shown(prompt, 60)}"
+        raise ApiError(400, message, param="prompt")
+    for place, token in enumerate(prompt):
+        if type(token) is not int or not 0 <= token < vocabulary:
+            message = f"{where}[{place}]: expected a token id from 0 to {vocabulary - 1}, got {shown(token, 60)}"
+            raise ApiError(400, message, param="prompt")
+    return prompt
+
+
+def _text(model: ServedModel, prompt: list[int]) -> str:
+    text = model.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return cast(str, text)
 
 
 def _same(found: Mapping[str, Any], *names: str) -> Any:

@@ -12,6 +12,7 @@ import httpx
 
 from fastjax.generation import Engine
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.saving import save_pretrained
 from fastjax.serving.server import Server
 from fastjax.serving.settings import ServerSettings
 from fastjax.serving.worker import Worker
@@ -27,6 +28,8 @@ CONFIG = tiny.config(
     max_position_embeddings=512,
 )
 ROWS, LENGTH = 8, 256
+KEY = "a key of many letters"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @functools.cache
@@ -37,7 +40,28 @@ def model():
 
 
 def engine(**settings):
-    return Engine(model(), **{"rows": ROWS, "steps": 4, **settings})
+    return Engine(model().value, **{"rows": ROWS, "steps": 4, **settings})
+
+
+@functools.cache
+def adapted(seed):
+    """The model with an adapter whose arrays are random."""
+    return tiny.adapted(model().value, seed, r=4, lora_alpha=64)
+
+
+def write_adapters(folder):
+    """Folders of two adapters."""
+    for seed, name in enumerate(("sums", "Tales"), 1):
+        save_pretrained(adapted(seed), folder / name)
+
+
+def chat_body(text="héllo 👍", **more):
+    messages = [{"role": "user", "content": text}]
+    return {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0, **more}
+
+
+def text_body(prompt="héllo 👍", **more):
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
 
 
 class Served:
@@ -79,6 +103,17 @@ class Served:
         assert parts[-2:] == ["data: [DONE]", ""] and all(part.startswith("data: ") for part in parts[:-1])
         return [json.loads(part[6:]) for part in parts[:-2]]
 
+    def refused(self, path, body, status=400):
+        """The error of a request that is refused, whole and streamed alike; the next one is answered."""
+        found = []
+        for more in ({}, {"stream": True}):
+            response = self.post(path, {**body, **more})
+            assert response.status_code == status, response.text
+            found.append(response.json()["error"])
+            assert set(found[-1]) == {"message", "type", "param", "code"}
+        assert found[0] == found[1]
+        return found[0]
+
     def close(self):
         self.client.close()
         self.server.should_exit = True
@@ -90,7 +125,7 @@ class Served:
 def served(one=None, *, queue=64, **settings):
     """A server over an engine, by default of `model`."""
     settings = ServerSettings(name="tiny", port=0, queue=queue, **settings)
-    running = Served(Worker(one or engine(), model(), queue=queue), settings)
+    running = Served(Worker(one or engine(), model().value, queue=queue), settings)
     try:
         yield running
     finally:

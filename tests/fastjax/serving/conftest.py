@@ -1,0 +1,14 @@
+"""One server for the tests that ask it, with two adapters, a key and a small queue."""
+
+import pytest
+
+from tests.support import serving
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    serving.write_adapters(folder)
+    engine = serving.engine(adapter_slots=3, adapter_rank=4)
+    with serving.served(engine, key=serving.KEY, adapters=[str(folder)], body_bytes=2**20) as running:
+        yield running
