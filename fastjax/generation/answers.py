@@ -30,6 +30,8 @@ class Answer:
         finish_reason: "stop": at a stop token or a stop string; "length": at `max_new_tokens`; "cancelled".
         prompt_token_ids: the prompt's.
         stop: the stop string or the id of the stop token that ended it; None: neither.
+        prompt_log_probs: of each of the prompt's tokens, None of the first; empty without `prompt_logprobs`.
+        prompt_likeliest: as `likeliest`, of each of the prompt's tokens, nothing of the first.
     """
 
     text: str
@@ -39,6 +41,8 @@ class Answer:
     finish_reason: str
     prompt_token_ids: tuple[int, ...]
     stop: str | int | None = None
+    prompt_log_probs: tuple[float | None, ...] = ()
+    prompt_likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class GrowingAnswer:
@@ -49,6 +53,8 @@ class GrowingAnswer:
         token_ids: those generated so far, without a stop token, up to the one that completes a stop string.
         log_probs: of each; at the end further ones may follow, of tokens behind a stop string.
         likeliest: in the place of each, as `log_probs`.
+        prompt_log_probs: as of `Answer`, from the first piece on.
+        prompt_likeliest: as of `Answer`, from the first piece on.
         finish_reason: None while it goes on.
         stop: the stop string or the id of the stop token that ended it.
     """
@@ -74,6 +80,8 @@ class GrowingAnswer:
         self._sent: list[str] = []
         self.log_probs: list[float] = []
         self.likeliest: list[tuple[tuple[int, float], ...]] = []
+        self.prompt_log_probs: tuple[float | None, ...] = ()
+        self.prompt_likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def add(self, piece: Piece) -> str:
         """Take new tokens; after the end nothing happens.
@@ -86,6 +94,8 @@ class GrowingAnswer:
         """
         if self.finish_reason is not None:
             return ""
+        self.prompt_log_probs += piece.prompt_log_probs
+        self.prompt_likeliest += piece.prompt_likeliest
         self.token_ids += piece.tokens
         self.log_probs += piece.log_probs
         self.likeliest += piece.likeliest
@@ -125,6 +135,8 @@ class GrowingAnswer:
             self.finish_reason or "cancelled",
             self.prompt_token_ids,
             self.stop,
+            self.prompt_log_probs,
+            self.prompt_likeliest,
         )
 
 

@@ -1,4 +1,4 @@
-"""Answers on the host: what is asked, what goes to the programs, and what comes of them."""
+"""Answers on the host: what is asked, and what comes of it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,10 +9,8 @@ import numpy as np
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.generation.adapters import NO_ADAPTER
-from fastjax.generation.options import MAX_STOPS, GenerationOptions
+from fastjax.generation.options import GenerationOptions
 from fastjax.generation.programs import Decoded
-from fastjax.generation.sampling import host_arrays
-from fastjax.generation.state import Prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +26,9 @@ class Piece:
             none were asked for.
         finish_reason: "stop", "length" or "cancelled"; None: the answer goes on.
         stop_token: the token that ended it, or None.
+        prompt_log_probs: of an answer's first piece, with `prompt_logprobs`: log-probability of each of the prompt's
+            tokens, None of the first; else empty.
+        prompt_likeliest: as `likeliest`, of each of the prompt's tokens, nothing of the first.
     """
 
     request: int
@@ -37,10 +38,19 @@ class Piece:
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish_reason: str | None = None
     stop_token: int | None = None
+    prompt_log_probs: tuple[float | None, ...] = ()
+    prompt_likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def numbered(self, request: int) -> "Piece":
         """The piece of a request that has another number elsewhere."""
         return dataclasses.replace(self, request=request)
+
+
+class PromptTold(NamedTuple):
+    """What is told of a prompt's tokens, as a `Piece` has it."""
+
+    log_probs: tuple[float | None, ...] = ()
+    likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,6 +68,7 @@ class Choice:
         pages: its pages.
         entered: tokens of the prompt that are in the cache.
         answered: tokens of the answer so far.
+        told: of the prompt's tokens so far.
     """
 
     request: int
@@ -70,6 +81,7 @@ class Choice:
     pages: list[int] = dataclasses.field(default_factory=list)
     entered: int = 0
     answered: int = 0
+    told: PromptTold = PromptTold()
 
     @property
     def longest(self) -> int:
@@ -77,99 +89,40 @@ class Choice:
         return len(self.prompt) + self.options.max_new_tokens
 
 
-class Sizes(NamedTuple):
-    """Sizes of the arrays of prompts.
-
-    Attributes:
-        rows: of the engine.
-        entries: answers that come in at once, at most.
-        tokens: of prompts that come in, at most.
-        pages: of a row.
-        page: tokens of a page.
-        words: of the vocabulary.
-    """
-
-    rows: int
-    entries: int
-    tokens: int
-    pages: int
-    page: int
-    words: int
-
-
-def prompt_arrays(entries: Sequence[Choice], taken: Sequence[int], sizes: Sizes) -> Prompts:
-    """The arrays of prompts that come in.
-
-    Args:
-        entries: their answers; one that shares another's prompt comes behind it.
-        taken: tokens that come in of each one's prompt.
-        sizes: of the arrays.
-    """
-    count, width = sizes.entries, sizes.tokens
-    tokens, positions = np.zeros(width, np.int32), np.zeros(width, np.int32)
-    answers, start = np.full(width, count, np.int32), 0
-    rows, ends = np.full(count, sizes.rows, np.int32), np.full(count, -1, np.int32)
-    sources, copies = np.arange(count, dtype=np.int32), np.zeros((count, 2), np.int32)
-    fresh, lengths = np.ones(count, bool), np.zeros(count, np.int32)
-    table = np.zeros((count, sizes.pages), np.int32)
-    for entry, (one, more) in enumerate(zip(entries, taken, strict=True)):
-        rows[entry], fresh[entry] = one.row, one.entered == 0
-        table[entry, : len(one.pages)] = one.pages
-        lengths[entry] = one.entered + more
-        if one.source is None:
-            here = slice(start, start + more)
-            tokens[here] = one.prompt[one.entered : one.entered + more]
-            positions[here] = np.arange(one.entered, one.entered + more)
-            answers[here] = entry
-            start += more
-            ends[entry] = start - 1 if lengths[entry] == len(one.prompt) else -1
-        else:
-            sources[entry] = entries.index(one.source)
-            ends[entry] = ends[sources[entry]]
-            partial = len(one.prompt) // sizes.page
-            if len(one.prompt) % sizes.page:
-                copies[entry] = one.source.pages[partial], one.pages[partial]
-    settings = [one.options for one in entries] + [GenerationOptions()] * (count - len(entries))
-    choices = [one.number for one in entries] + [0] * (count - len(entries))
-    limits = np.asarray([each.max_new_tokens for each in settings], np.int32)
-    longest = np.ones(count, np.int32)
-    longest[: len(entries)] = [one.longest for one in entries]
-    stops = np.full((count, MAX_STOPS), -1, np.int32)
-    for entry, each in enumerate(settings):
-        stops[entry, : len(each.stop_tokens)] = each.stop_tokens
-    adapters = np.full(count, NO_ADAPTER, np.int32)
-    adapters[: len(entries)] = [one.adapter for one in entries]
-    own: Any = (limits, longest, stops, host_arrays(settings, choices, sizes.words), adapters)
-    arrays: Any = (tokens, positions, answers, rows, sources, copies, ends, fresh, table, lengths, *own)
-    return Prompts(*arrays)
-
-
-def piece_of(one: Choice, came: Decoded) -> Piece:
+def piece_of(one: Choice, came: Decoded, *, first: bool = False) -> Piece:
     """New tokens of an answer, up to its end.
 
     Args:
         one: the answer.
         came: its part of what came, [K] and [K, A].
+        first: whether these are its first, with what is told of its prompt.
     """
-    tokens = [int(token) for token in came.tokens if token >= 0]
+    tokens = [int(token) for token in came.tokens if token >= 0][: one.options.max_new_tokens]
     stop = next((place for place, token in enumerate(tokens) if token in one.options.stop_tokens), None)
     count = len(tokens) if stop is None else stop
     reason = "length" if one.answered + count >= one.options.max_new_tokens else None
-    wanted = one.options.top_logprobs or 0
-    likeliest = tuple(
-        tuple(
-            (int(token), float(value)) for token, value in zip(ids[:wanted], values[:wanted], strict=True) if token >= 0
-        )
-        for ids, values in zip(came.likeliest_ids[:count], came.likeliest[:count], strict=True)
-    )
-    return Piece(
+    piece = Piece(
         one.request,
         one.number,
         tuple(tokens[:count]),
         tuple(float(value) for value in came.log_probs[:count]),
-        likeliest if wanted else (),
+        pairs(came.likeliest_ids[:count], came.likeliest[:count], one.options.top_logprobs),
         reason if stop is None else "stop",
         None if stop is None else tokens[stop],
+    )
+    if not first:
+        return piece
+    told = (one.source or one).told
+    return dataclasses.replace(piece, prompt_log_probs=told.log_probs, prompt_likeliest=told.likeliest)
+
+
+def pairs(ids: Any, values: Any, wanted: int | None) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Tokens [S, A] with their log-probabilities, the likeliest in the place of each; empty where none are wanted."""
+    if not wanted:
+        return ()
+    return tuple(
+        tuple((int(token), float(value)) for token, value in zip(*both, strict=True) if token >= 0)
+        for both in zip(ids[:, :wanted], values[:, :wanted], strict=True)
     )
 
 

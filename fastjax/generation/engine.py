@@ -20,12 +20,13 @@ from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.generation.adapters import AdapterSet, join_adapters
 from fastjax.generation.bound import BoundDecoder
-from fastjax.generation.choices import Choice, Piece, Sizes, piece_of, prompt_arrays, token_ids
+from fastjax.generation.choices import Choice, Piece, piece_of, token_ids
+from fastjax.generation.entering import Call, Sizes, add_told, next_call, prompt_arrays, tells
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.pages import Pages
 from fastjax.generation.programs import Decoded, decode, prefill
-from fastjax.generation.sampling import Picked
-from fastjax.generation.state import EngineState, Prompts, empty_state, has_axis
+from fastjax.generation.sampling import Picked, Told
+from fastjax.generation.state import Prompts, empty_state, has_axis
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.models.caching import PAGE, empty_states
 
@@ -33,6 +34,8 @@ from fastjax.models.caching import PAGE, empty_states
 CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+#: Tokens of each row at most while further prompts are on their way in.
+_BETWEEN = 16
 #: A call ends early when this part of its rows have ended and others wait.
 _ENDED = 16
 
@@ -71,7 +74,7 @@ class Engine:
             cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
                 16 bits and changes what is said a little; None: that of the computation.
             steps: tokens of each answer that a call of `step` brings at most; fewer where a sixteenth of the rows have
-                ended while others wait.
+                ended while others wait, and 16 while prompts are on their way in.
             prefill_tokens: of prompts that a call of `step` takes in at most, before all rows decode; a longer prompt
                 comes in over several. None: 16,384 while rows decode, and all that there is room for while none does.
 
@@ -229,7 +232,7 @@ class Engine:
         for width in sorted(widths):
             for packed in {self._packs} | pieces:
                 empty = self._arrays([], [], width)
-                self._state, _ = self._call(prefill, empty, packed=packed)
+                self._state, *_ = self._call(prefill, empty, packed=packed)
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
             self._state, _ = self._call(decode, where, np.int32(self.steps), np.int32(1), most=self.steps)
@@ -257,14 +260,16 @@ class Engine:
         most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
         first, taken = [], 0
         while self._entering and (not taken or taken + self._chunk <= most):
-            *one, count = self._prefilled()
-            first.append(one)
-            taken += count
-        decoding = [one for one in self._going]  # noqa: C416
-        later = self._decoded(decoding, self.steps if steps is None else min(steps, self.steps)) if decoding else None
-        fetched_first, fetched_later = jax.device_get(([picked for _, picked in first], later))
-        for (entries, _), picked in zip(first, fetched_first, strict=True):
-            pieces += self._pieces(entries, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)))
+            first.append(self._prefilled())
+            taken += first[-1][0].tokens
+        decoding = [one for one in self._going if one.options.max_new_tokens > 1]
+        wanted = min(self.steps, steps or self.steps, _BETWEEN if self._entering else self.steps)
+        later = self._decoded(decoding, wanted) if decoding else None
+        fetched_first, fetched_later = jax.device_get(([each[1:] for each in first], later))
+        for (call, *_), (picked, told) in zip(first, fetched_first, strict=True):
+            if told is not None:
+                add_told(call, told)
+            pieces += self._pieces(call.ended, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)), first=True)
         if fetched_later is not None:
             pieces += self._pieces(list(enumerate(decoding)), fetched_later)
         return pieces
@@ -294,43 +299,21 @@ class Engine:
     def _most_entries(self) -> int:
         return min(self.rows, ENTRIES)
 
-    def _prefilled(self) -> tuple[list[tuple[int, Choice]], Picked, int]:
+    def _prefilled(self) -> tuple[Call, Picked, Told | None]:
         """Take in as many prompts as go together, or a piece of one.
 
         Returns:
-            The answers whose prompts ended, with their entries; the first tokens; and how many came in.
+            What came in; the first tokens of the entries whose prompts have ended; and what is told of the prompts.
         """
-        entries, taken, packed = self._together()
-        total = sum(taken[entry] for entry, one in enumerate(entries) if one.source is None)
-        prompts = self._arrays(entries, taken, _bucket(total, self._chunk))
-        self._state, picked = self._call(prefill, prompts, packed=packed)
-        for one, count in zip(entries, taken, strict=True):
+        call = next_call(self._entering, self._chunk, self._most_entries, packs=self._packs)
+        prompts = self._arrays(call.entries, call.taken, _bucket(call.tokens, self._chunk))
+        self._state, picked, told = self._call(prefill, prompts, packed=call.packed)
+        for one, count in zip(call.entries, call.taken, strict=True):
             one.entered += count
-        ended = [(entry, one) for entry, one in enumerate(entries) if one.entered == len(one.prompt)]
-        done = {id(one) for _, one in ended}
-        self._entering = [one for one in self._entering if id(one) not in done]
-        self._going += [one for _, one in ended]
-        return ended, picked, total
-
-    def _together(self) -> tuple[list[Choice], list[int], bool]:
-        """The answers whose prompts come in next, the tokens of each, and whether they are packed."""
-        first = self._entering[0]
-        left = len(first.prompt) - first.entered
-        if first.entered or left > self._chunk or not self._packs:
-            entries = [first]
-            if left <= self._chunk:  # the last piece: those that share it begin
-                entries += [one for one in self._entering if one.source is first]
-            return entries, [min(left, self._chunk), *[left + first.entered] * (len(entries) - 1)], False
-        entries, room = [], self._chunk
-        for one in self._entering:
-            if one.source is not None:
-                continue
-            group = [one, *(other for other in self._entering if other.source is one)]
-            if len(entries) + len(group) > self._most_entries or len(one.prompt) > room:
-                break
-            entries += group
-            room -= len(one.prompt)
-        return entries, [len(one.prompt) for one in entries], True
+        ended = [one for _, one in call.ended]
+        self._entering = [one for one in self._entering if one not in ended]
+        self._going += ended
+        return call, picked, told if any(map(tells, call.entries)) else None
 
     def _arrays(self, entries: list[Choice], taken: list[int], width: int) -> Prompts:
         sizes = Sizes(self.rows, self._most_entries, width, self._width, PAGE, self.model.config.vocab_size)
@@ -347,18 +330,18 @@ class Engine:
         self._state, decoded = self._call(decode, where, np.int32(steps), least, most=self.steps)
         return decoded
 
-    def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[EngineState, Any]:
+    def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
         if self._bound is None or self._bound[0] is not self.model:
             self._bound = self.model, BoundDecoder.of(self.model)
         return program(self._bound[1], self._state, *arguments, **static)
 
-    def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded) -> list[Piece]:
-        """Pieces of some answers; those that ended give back their rows."""
+    def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded, *, first: bool = False) -> list[Piece]:
+        """Pieces of some answers, their first or later ones; those that ended give back their rows."""
         pieces = []
         for column, one in entries:
             if one.row < 0:  # cancelled, or ended by its first token
                 continue
-            piece = piece_of(one, Decoded(*(leaf[:, column] for leaf in tokens)))
+            piece = piece_of(one, Decoded(*(leaf[:, column] for leaf in tokens)), first=first)
             one.answered += len(piece.tokens)
             if piece.finish_reason is not None:
                 self._finish(one)

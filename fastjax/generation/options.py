@@ -38,8 +38,8 @@ class GenerationOptions:
         ConfigError: names a field that is out of its range, the range and the value.
     """
 
-    max_new_tokens: Annotated[int, Interval(ge=1, le=MAX_ROW_TOKENS)] = 256
-    """the most tokens of an answer."""
+    max_new_tokens: Annotated[int, Interval(ge=0, le=MAX_ROW_TOKENS)] = 256
+    """the most tokens of an answer; 0, with `prompt_logprobs`: the prompt is scored, and none is made."""
     temperature: Annotated[float, Interval(ge=0, le=100)] = 0.0
     """divides the logits before a token is drawn; 0, or what is 0 among normal float32, takes the likeliest token."""
     top_k: Annotated[int, Interval(ge=-1)] | None = None
@@ -72,8 +72,13 @@ class GenerationOptions:
     top_logprobs: Annotated[int, Interval(ge=0, le=MAX_LIKELIEST)] | None = None
     """the number of likeliest tokens told with each chosen one, with their log-probabilities by the model's own logits:
     before bias, penalties, temperature and filters; null: none."""
+    prompt_logprobs: Annotated[int, Interval(ge=0, le=MAX_LIKELIEST)] | None = None
+    """tell the log-probability of each of the prompt's tokens, and so many of the likeliest in its place; null: nothing
+    of the prompt."""
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens == 0 and self.prompt_logprobs is None:
+            raise ConfigError("max_new_tokens: expected an integer from 1, or 0 with prompt_logprobs, got 0")
         _require_most("logit_bias", len(self.logit_bias), MAX_BIASES, "token ids")
         for token, bias in self.logit_bias.items():
             if not abs(bias) <= MAX_BIAS:

@@ -12,12 +12,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from fastjax.generation.bound import BoundDecoder
-from fastjax.generation.sampling import Picked, pick
+from fastjax.generation.sampling import Picked, Told, pick, tell
 from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_axis
 from fastjax.models.caching import step
 from fastjax.models.context import Slots
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.quantization.weights import decoded_scales
+
+#: Tokens of prompts whose logits are computed at once.
+_BLOCK = 256
 
 
 class Decoded(NamedTuple):
@@ -37,7 +40,9 @@ class Decoded(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("packed",), donate_argnames=("state",))
-def prefill(decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, packed: bool) -> tuple[EngineState, Picked]:
+def prefill(
+    decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, packed: bool
+) -> tuple[EngineState, Picked, Told]:
     """Take prompts in, and pick the first token of each answer whose prompt ends.
 
     Args:
@@ -47,7 +52,8 @@ def prefill(decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, pack
         packed: whether all of them begin here; else there is one, which goes on where its row ends.
 
     Returns:
-        The state, and the tokens of the entries [E]; of an entry without an end they mean nothing.
+        The state; the tokens of the entries [E], of which those without an end mean nothing; and what is told of the
+        tokens behind those that came in [S], zeros if no prompt is `scored`.
     """
     model = nnx.merge(decoder.graphdef, *decoder.trees)
     count = prompts.rows.shape[0]
@@ -79,7 +85,27 @@ def prefill(decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, pack
     )
     layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts)
     ends = hidden[:, jnp.maximum(prompts.ends, 0)]
-    return _picked(model, ends, EngineState(rows, layers), prompts)
+    return *_picked(model, ends, EngineState(rows, layers), prompts), _told(model, hidden[0], prompts)
+
+
+def _told(model: Decoder, hidden: Float[Array, "S E"], prompts: Prompts) -> Told:
+    """The log-probabilities of the prompts' tokens, by blocks, whose logits are few."""
+    count = hidden.shape[0]
+    blocks = hidden.reshape(-1, min(count, _BLOCK), hidden.shape[1])
+    following = jnp.maximum(prompts.following, 0).reshape(blocks.shape[:2])
+
+    def block(both: tuple[Array, Array]) -> Told:
+        return tell(lm_logits(model.lm_head, both[0][None])[0], both[1])
+
+    shapes = jax.eval_shape(block, (blocks[0], following[0]))
+    nothing = Told(*(jnp.zeros((count, *leaf.shape[1:]), leaf.dtype) for leaf in shapes))
+
+    def every() -> Told:
+        return jax.tree.map(
+            lambda leaf, like: leaf.reshape(like.shape), jax.lax.map(block, (blocks, following)), nothing
+        )
+
+    return jax.lax.cond(prompts.scored, every, lambda: nothing)
 
 
 def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -> tuple[EngineState, Picked]:

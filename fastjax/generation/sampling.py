@@ -80,6 +80,20 @@ class Picked(NamedTuple):
     likeliest: Float[Array, "W 20"]
 
 
+class Told(NamedTuple):
+    """Log-probabilities of S tokens that are there already, as `Picked` has them of those that it picks.
+
+    Attributes:
+        log_probs: float32, of the tokens.
+        likeliest_ids: int32, the 20 likeliest tokens in the place of each.
+        likeliest: float32, their log-probabilities.
+    """
+
+    log_probs: Float[Array, "S"]
+    likeliest_ids: Int[Array, "S 20"]
+    likeliest: Float[Array, "S 20"]
+
+
 def host_arrays(options: Sequence[GenerationOptions], choices: Sequence[int], vocabulary: int) -> Sampling:
     """The rows' settings as NumPy arrays.
 
@@ -128,8 +142,7 @@ def pick(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[Array, "W V"
     sampling = sampling._replace(repetition=jnp.where(sampling.repetition == 0, 1.0, sampling.repetition))
     biased, penalized, drawn, told = _asked(sampling)
     likeliest = _argmax(logits)
-    top = _at(logits, likeliest)
-    log_sum = jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top), axis=-1, keepdims=True))
+    top, log_sum = _normalizer(logits, likeliest)
 
     def unchanged() -> Array:
         return _choose(logits, likeliest, sampling, numbers)
@@ -157,6 +170,24 @@ def pick(logits: Float[Array, "W V"], sampling: Sampling, seen: Int[Array, "W V"
     anything = biased | penalized | drawn | told
     tokens, ids, log_probs = jax.lax.cond(anything, by_settings, lambda: (likeliest, *nothing()))
     return Picked(tokens, (_at(logits, tokens) - top - log_sum)[:, 0], ids, log_probs)
+
+
+def tell(logits: Float[Array, "S V"], tokens: Int[Array, "S"]) -> Told:
+    """The log-probabilities of tokens, and the likeliest in the place of each.
+
+    Args:
+        logits: as of `pick`.
+        tokens: of the vocabulary.
+    """
+    top, log_sum = _normalizer(logits, _argmax(logits))
+    ids, values = _likeliest(logits)
+    return Told((_at(logits, tokens) - top - log_sum)[:, 0], ids, values - top - log_sum)
+
+
+def _normalizer(logits: Float[Array, "W V"], likeliest: Int[Array, "W"]) -> tuple[Float[Array, "W 1"], ...]:
+    """The largest logit, and the logarithm of the sum of the exponentials above it, float32."""
+    top = _at(logits, likeliest)
+    return top, jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top), axis=-1, keepdims=True))
 
 
 def _asked(sampling: Sampling) -> tuple[Bool[Array, ""], ...]:

@@ -122,6 +122,8 @@ class Prompts(NamedTuple):
         copies: page of the source, and page of its own, into which what the answers do not share is copied; 0: none.
         ends: place in `tokens` of the prompt's last token; -1 while it goes on.
         fresh: whether it is the prompt's first piece.
+        following: the prompt's token behind each; -1: none.
+        scored: whether any prompt's log-probabilities are asked for.
         settings: of the entries, as of the rows.
     """
 
@@ -133,6 +135,8 @@ class Prompts(NamedTuple):
     copies: Int[Array, "E 2"]
     ends: Int[Array, "E"]
     fresh: Bool[Array, "E"]
+    following: Int[Array, "S"]
+    scored: Bool[Array, ""]
     table: Int[Array, "E M"]
     lengths: Int[Array, "E"]
     limits: Int[Array, "E"]

@@ -232,7 +232,7 @@ def ask(
     if tokenizer is None and any(each.stop_strings for each in options):
         raise ConfigError("stop_strings: expected a model with a tokenizer, got one without; load it from a folder")
     lengths = [len(prompt) for prompt, each in zip(prompts, options, strict=True) for _ in range(each.n)]
-    longest = max(each.max_new_tokens for each in options)
+    longest = max(1, *(each.max_new_tokens for each in options))
     engine = engine_for(model, lengths, GenerationOptions(max_new_tokens=longest))
     asked = {}
     for place, (prompt, own) in enumerate(zip(prompts, options, strict=True)):

@@ -1,5 +1,6 @@
 """Faults of other engines, sought in one engine whose rows come and go, beside a fresh one for each answer."""
 
+import dataclasses
 import functools
 import json
 
@@ -8,7 +9,7 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.generation import engine as engine_module
-from fastjax.generation import face
+from fastjax.generation import face, text
 from fastjax.generation.engine import Engine
 from fastjax.generation.options import GenerationOptions
 from tests.support import tiny
@@ -180,6 +181,63 @@ def test_a_call_ends_early_for_those_that_wait():
     assert came == [[3, 3, 0], [37, 0, 3]]
 
 
+def scored(engine, requests):
+    """The first piece of each answer, by request."""
+    numbers = [engine.add(tokens, options) for tokens, options in requests]
+    found = {number: {} for number in numbers}
+    for piece in engine.run():
+        told = found[piece.request].setdefault(piece.choice, piece)
+        assert told is piece or piece.prompt_log_probs == piece.prompt_likeliest == ()
+    return [list(found[number].values()) for number in numbers]
+
+
+def check_scored(piece, tokens, wanted):
+    expected = np.asarray(whole_passes(model(), tokens[:1], tokens[1:]))
+    assert piece.prompt_log_probs[0] is None and len(piece.prompt_log_probs) == len(tokens)
+    told = np.asarray(piece.prompt_log_probs[1:], float)
+    np.testing.assert_allclose(told, expected[np.arange(len(tokens) - 1), tokens[1:]], rtol=0, atol=1e-4)
+    assert len(piece.prompt_likeliest) == (len(tokens) if wanted else 0)
+    for row, pairs in zip(expected, piece.prompt_likeliest[1:], strict=bool(wanted)):
+        np.testing.assert_allclose([value for _, value in pairs], np.sort(row)[: -wanted - 1 : -1], rtol=0, atol=1e-4)
+        np.testing.assert_allclose([row[token] for token, _ in pairs], [v for _, v in pairs], rtol=0, atol=1e-4)
+
+
+def test_a_prompts_log_probabilities_are_alike_in_every_order(engine):
+    """First, repeated, after half of it, in pieces, shared by answers, beside prompts that ask for nothing."""
+    whole = prompt(110)
+    lengths = (55, 110, 31, 1, 2, 110, 33)
+    wanted = (2, 3, 0, 5, 20, None, 1)
+    requests = [
+        (whole[:length], GenerationOptions(max_new_tokens=3, prompt_logprobs=count, n=1 + (length == 33)))
+        for length, count in zip(lengths, wanted, strict=True)
+    ]
+    for order in (slice(None), slice(None, None, -1)):
+        for (tokens, options), pieces in zip(requests[order], scored(engine, requests[order]), strict=True):
+            assert len(pieces) == options.n
+            for piece in pieces:
+                assert piece.tokens
+                if options.prompt_logprobs is None:
+                    assert piece.prompt_log_probs == piece.prompt_likeliest == ()
+                else:
+                    check_scored(piece, tokens, options.prompt_logprobs)
+
+
+def test_a_prompt_is_scored_and_no_token_made(engine):
+    """Also where the likeliest token would have ended the answer; neighbours get theirs."""
+    stop = whole_passes(model(), prompt(40), [0])[0].argmax().item()
+    only = GenerationOptions(max_new_tokens=0, prompt_logprobs=0, n=2, stop_tokens=(stop,))
+    full = GenerationOptions(max_new_tokens=88)
+    found = scored(engine, [(prompt(40), only), (prompt(128), GenerationOptions(max_new_tokens=0, prompt_logprobs=1))])
+    for piece in found[0]:
+        assert (piece.tokens, piece.log_probs, piece.finish_reason, piece.stop_token) == ((), (), "length", None)
+        check_scored(piece, prompt(40), 0)
+    check_scored(found[1][0], prompt(128), 1)
+    beside = collected(engine, [(prompt(40), only), (prompt(40), full)])
+    assert [one[0] for one in beside[0]] == [(), ()] and beside[1] == alone(prompt(40), full)
+    [[answer]] = text.answers(model().replace(tokenizer=None), [prompt(40)], dataclasses.replace(only, n=1))
+    assert (answer.token_ids, answer.finish_reason, len(answer.prompt_log_probs)) == ((), "length", 40)
+
+
 def test_rows_that_are_used_again_keep_nothing(engine):
     """One prompt three times in a row, then two of one beginning by turns; requests that are open at once."""
     options = GenerationOptions(max_new_tokens=12)
@@ -238,7 +296,9 @@ def test_prompts_of_several_lengths_padded_on_either_side(side, engine, monkeypa
         ([[-1]], {}, r"prompt token 0: expected an integer from 0 to 100, got \[-1\]"),
         ([1] * 129, {"max_new_tokens": 1}, "at most 128 together .* a prompt of 129 and max_new_tokens 1"),
         ([1] * 100, {"max_new_tokens": 29}, "at most 128 together .* a prompt of 100 and max_new_tokens 29"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected an integer from 1, or 0 with prompt_logprobs, got 0"),
+        ([1] * 129, {"max_new_tokens": 0, "prompt_logprobs": 0}, "a prompt of 129 and max_new_tokens 0"),
+        ([1], {"prompt_logprobs": 21}, "prompt_logprobs: expected an integer from 0 to 20 or null, got 21"),
         ([1], {"temperature": -1}, "temperature: expected a number from 0"),
         ([1], {"logit_bias": {101: 1.0}}, "logit_bias: expected token ids from 0 to 100, got 101"),
         ([1], {"logit_bias": {5: float("nan")}}, "logit_bias: expected a value that is finite"),
