@@ -43,7 +43,7 @@ class GenerateSettings:
         ("unroll",), "of the layers, scan or unroll; a case for each", choices=("scan", "unroll")
     )
     dtype: str | None = option(None, "of the computation; nothing: by the device", choices=DTYPES)
-    steps: int = option(16, "tokens that the device decodes in one call")
+    steps: int = option(64, "tokens that the device decodes in one call")
     prefill: str = option("8x1024", "prompts and their tokens", type=_prompts, metavar="NxM")
     requests: int = option(512, "of different lengths, with the most rows; uniform within --prompts and --answers")
     prompts: tuple[int, int] = option((32, 2048), "fewest and most tokens of their prompts", nargs=2)

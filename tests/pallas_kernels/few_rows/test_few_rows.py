@@ -132,7 +132,9 @@ def test_on_the_card(rows):
         yield h
         yield triton.add(base, products, down, residual, **options, interpret=interpret)
 
-    for found, expected in zip(passes(False), passes(True), strict=True):
+    # XLA keeps digits that a rounding takes away, if it may.
+    interpreted = jax.jit(lambda: list(passes(True)), compiler_options={"xla_allow_excess_precision": False})
+    for found, expected in zip(passes(False), interpreted(), strict=True):
         close(found, wide(expected))
 
 
