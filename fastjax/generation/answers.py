@@ -122,7 +122,7 @@ class GrowingAnswer:
         Args:
             tokens: of those whose text was given out, of an answer with a tokenizer.
         """
-        return [] if self._text is None else self._text.offsets(tokens)
+        return self._text.offsets(tokens) if isinstance(self._text, Detokenizer) else []
 
     def answer(self) -> Answer:
         """The answer, of one that has ended."""

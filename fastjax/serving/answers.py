@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from fastjax.generation.answers import GrowingAnswer
+from fastjax.generation.replies import ReplyParser
+from fastjax.generation.replies.growing import GrowingReply
 from fastjax.serving.requests import Request
-from fastjax.serving.worker import Ticket
+from fastjax.serving.worker import Ticket, Wanted
 
 
 class Growth(NamedTuple):
@@ -39,11 +41,7 @@ class Answers:
             request: of the client.
         """
         self.request = request
-        self.growing = [
-            GrowingAnswer(one.prompt, request.model.tokenizer, one.options.stop_strings)
-            for one in request.wanted
-            for _ in range(one.options.n)
-        ]
+        self.growing = [_begun(request, one) for one in request.wanted for _ in range(one.options.n)]
         self._first = [0]
         for one in request.wanted:
             self._first.append(self._first[-1] + one.options.n)
@@ -91,3 +89,12 @@ class Answers:
         prompt = sum(len(one.prompt) for one in self.request.wanted)
         answers = sum(one.kept for one in self.growing)
         return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def _begun(request: Request, wanted: Wanted) -> GrowingAnswer:
+    """An answer at its beginning."""
+    model, stops = request.model, wanted.options.stop_strings
+    if not request.chat:
+        return GrowingAnswer(wanted.prompt, model.tokenizer, stops)
+    parser = ReplyParser(model.replies, request.in_thought, request.tools)
+    return GrowingReply(wanted.prompt, model.tokenizer, model.replies, parser, stops)

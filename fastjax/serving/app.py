@@ -1,8 +1,5 @@
 """The application: routes, handlers, and the guard around them."""
 
-import contextlib
-from collections.abc import AsyncIterator
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,10 +19,10 @@ from fastjax.serving.worker import Worker
 
 
 def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
-    """The application of a server.
+    """The application of a server; `state.close` ends its thread for the reading of prompts.
 
     Args:
-        worker: that answers; it is left running when the application ends.
+        worker: that answers; it is left running.
         settings: of the server.
 
     Raises:
@@ -56,19 +53,11 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
     ]
     routes += page.routes(settings)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        endpoints.close()
-
     handlers = {kind: refused for kind in (ApiError, ConfigError, DataError)}
     guard = Middleware(Guard, settings=settings, metrics=worker.metrics)
-    return Starlette(
-        routes=routes,
-        middleware=[guard],
-        exception_handlers=handlers | {HTTPException: _not_found},
-        lifespan=lifespan,
-    )
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers | {HTTPException: _not_found})
+    app.state.close = endpoints.close
+    return app
 
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:

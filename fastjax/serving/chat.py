@@ -2,8 +2,12 @@
 
 import time
 import uuid
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
+from fastjax.generation.answers import GrowingAnswer
+from fastjax.generation.replies import Delta
+from fastjax.generation.replies.growing import GrowingReply
 from fastjax.serving.answers import Answers, Growth
 
 
@@ -32,11 +36,11 @@ class ChatForm:
         Args:
             growth: that.
         """
-        events = []
-        if growth.text or growth.tokens.start < growth.tokens.stop:
-            events.append(self._event(growth.choice, {"content": growth.text}, **self._tokens(growth)))
+        events, delta = [], _delta(cast(GrowingReply, growth.answer).deltas())
+        if delta or growth.tokens.start < growth.tokens.stop:
+            events.append(self._event(growth.choice, delta, **self._tokens(growth)))
         if growth.answer.finish_reason is not None:
-            events.append(self._event(growth.choice, {}, finish_reason=growth.answer.finish_reason))
+            events.append(self._event(growth.choice, {}, finish_reason=_reason(growth.answer)))
         return events
 
     def usage(self) -> dict[str, Any]:
@@ -47,9 +51,8 @@ class ChatForm:
         """The response, once all have ended."""
         choices = []
         for choice, one in enumerate(self._answers.growing):
-            message = {"role": "assistant", "content": one.answer().text, "refusal": None}
             told = self._tokens(Growth(choice, one, "", slice(0, one.kept)))
-            choices.append({"index": choice, "message": message, "finish_reason": one.finish_reason} | told)
+            choices.append({"index": choice, "message": _message(one), "finish_reason": _reason(one)} | told)
         prompt = {"prompt_token_ids": list(self._answers.growing[0].prompt_token_ids)}
         more = prompt if self._answers.request.token_ids else {}
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._answers.usage()} | more
@@ -67,3 +70,38 @@ class ChatForm:
                 one.token_ids[here], one.log_probs[here], one.likeliest[here] if one.likeliest else []
             )
         return told | ({"token_ids": one.token_ids[here]} if request.token_ids else {})
+
+
+def _message(one: GrowingAnswer) -> dict[str, Any]:
+    """The message of an answer that has ended."""
+    reply = cast(GrowingReply, one).reply()
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.tool_calls
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not reply.content else reply.content}
+    message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+    return message | {"refusal": None} | ({"tool_calls": calls} if calls else {})
+
+
+def _reason(one: GrowingAnswer) -> str | None:
+    """Why an answer has ended; a call is a reason of its own, unless the limit came before the answer's end."""
+    called = one.finish_reason == "stop" and cast(GrowingReply, one).reply().tool_calls
+    return "tool_calls" if called else one.finish_reason
+
+
+def _delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """An event's delta; pieces of one call's arguments that came together are one."""
+    said: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.kind != "tool_call":
+            key = "content" if delta.kind == "content" else "reasoning_content"
+            said[key] = said.get(key, "") + delta.text
+        elif delta.id is None and calls and calls[-1]["index"] == delta.index:
+            calls[-1]["function"]["arguments"] += delta.text
+        else:
+            function = {"arguments": delta.text} | ({} if delta.name is None else {"name": delta.name})
+            begun = {} if delta.id is None else {"id": delta.id, "type": "function"}
+            calls.append({"index": delta.index, **begun, "function": function})
+    return said | ({"tool_calls": calls} if calls else {})

@@ -48,6 +48,7 @@ CHAT: dict[str, Any] = {
     "tools": Objects,
     "tool_choice": Any,
     "parallel_tool_calls": bool,
+    "reasoning_effort": str,
     "chat_template_kwargs": Object,
     "continue_final_message": bool,
     "add_generation_prompt": bool,
@@ -82,7 +83,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "best_of": (1,),
     "suffix": ("",),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "moderation"), ()),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), ()),
     **dict.fromkeys(("chat_template", "guided_json", "structured_outputs"), ()),
 }
 

@@ -14,6 +14,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Reading
+from fastjax.generation.replies import ReplyFormat
 from fastjax.generation.stops import stop_tokens
 from fastjax.serving.errors import ApiError
 from fastjax.serving.settings import ServerSettings
@@ -36,6 +37,7 @@ class ServedModel:
         defaults: sampling where a request does not say it: the folder's generation_config.json's, and temperature 1,
             as OpenAI's, where that says nothing; 0 where it says `do_sample: false`.
         ends: the tokens that end an answer.
+        replies: how its answers say thoughts and calls.
     """
 
     def __init__(self, model: LanguageModel, settings: ServerSettings):
@@ -61,6 +63,7 @@ class ServedModel:
             self.defaults["temperature"] = 0.0
         self._encoder = functools.lru_cache(maxsize=16)(self._made)
         self.ends = stop_tokens(model, self.encoder())
+        self.replies = ReplyFormat.of(self.encoder())
 
     def encoder(self, variables: Mapping[str, Any] | None = None) -> Encoder:
         """The encoder of prompts.

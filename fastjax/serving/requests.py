@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from convert.errors import shown
 from fastjax.data.columns import check_options, parse_messages
 from fastjax.errors import ConfigError, DataError
+from fastjax.generation.detokenizer import Detokenizer
 from fastjax.generation.options import GenerationOptions
 from fastjax.serving import fields
 from fastjax.serving.errors import ApiError
@@ -16,6 +17,18 @@ from fastjax.serving.worker import Wanted
 
 #: New tokens of a completion where nobody says how many, as OpenAI's.
 _COMPLETION = 16
+
+
+class Echo(NamedTuple):
+    """A prompt as the beginning of its answers.
+
+    Attributes:
+        text: of it, without special tokens.
+        offsets: place of each token in it, in characters.
+    """
+
+    text: str
+    offsets: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +43,10 @@ class Request:
         usage: a stream's last event tells the tokens.
         log_probs: whether they are told.
         token_ids: whether they are told.
-        echo: the text of each prompt, which its answers begin with; None: they do not.
-        tools: the functions that may be called; None: none.
+        echo: each prompt's text and its tokens' places in it, which its answers begin with; None: they do not.
+        chat: thoughts and calls are told apart.
+        tools: the functions that may be called.
+        in_thought: the prompt ends within a thought.
     """
 
     name: str
@@ -41,8 +56,10 @@ class Request:
     usage: bool = False
     log_probs: bool = False
     token_ids: bool = False
-    echo: Sequence[str] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    echo: Sequence[Echo] | None = None
+    chat: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    in_thought: bool = False
 
 
 class Reader:
@@ -78,9 +95,15 @@ class Reader:
         if "top_logprobs" in found and not found.get("logprobs"):
             raise ApiError(400, "top_logprobs: expected logprobs: true beside it, got none", param="top_logprobs")
         tools, prompt = _tools(found), self.conversation(found, model)
+        if tools and not model.replies.takes_tools:
+            message = "tools: expected none, since the model's chat template writes no calls that can be read"
+            raise ApiError(400, message, param="tools")
         told = found.get("top_logprobs") if found.get("logprobs") else None
         wanted = [Wanted(prompt, self._options(found, model, prompt, new, told, "messages"), adapter)]
-        return self._request(found, model, wanted, log_probs=bool(found.get("logprobs")), tools=tools)
+        text = model.tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        in_thought = model.replies.begins_in_thought(cast(str, text))
+        how = {"chat": True, "tools": tools or (), "in_thought": in_thought}
+        return self._request(found, model, wanted, log_probs=bool(found.get("logprobs")), **how)
 
     def completion(self, body: Mapping[str, Any]) -> Request:
         """A request of /v1/completions.
@@ -95,7 +118,7 @@ class Reader:
         model, adapter = self.asked(found)
         prompts = self.prompts(found, model)
         new, told = found.get("max_tokens", _COMPLETION), found.get("logprobs")
-        echo = [_text(model, prompt) for prompt in prompts] if found.get("echo") else None
+        echo = [_echo(model, prompt) for prompt in prompts] if found.get("echo") else None
         if new == 0 and echo is None:
             raise ApiError(400, "max_tokens: expected at least 1, got 0; 0 goes with echo: true", param="max_tokens")
         wanted = [
@@ -136,6 +159,12 @@ class Reader:
         if "chat_template" in variables:
             message = "chat_template_kwargs: expected variables of the model's template, got another chat_template"
             raise ApiError(400, message, param="chat_template_kwargs")
+        effort = found.get("reasoning_effort")
+        if effort is not None:
+            if "reasoning_effort" not in model.encoder().template.reads:
+                message = "reasoning_effort: expected none, since the model's chat template has no such variable"
+                raise ApiError(400, message, param="reasoning_effort")
+            variables["reasoning_effort"] = effort
         encoder = model.encoder(variables)
         messages = parse_messages(found["messages"], "messages")
         try:
@@ -240,9 +269,10 @@ def _tokens(model: ServedModel, prompt: Any, where: str) -> list[int]:
     return prompt
 
 
-def _text(model: ServedModel, prompt: list[int]) -> str:
-    text = model.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return cast(str, text)
+def _echo(model: ServedModel, prompt: Sequence[int]) -> Echo:
+    text = Detokenizer(model.tokenizer)
+    whole = text.add(prompt) + text.finish()
+    return Echo(whole, text.offsets(slice(0, len(prompt))))
 
 
 def _same(found: Mapping[str, Any], *names: str) -> Any:

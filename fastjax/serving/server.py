@@ -25,14 +25,15 @@ class Server(uvicorn.Server):
             settings: where to listen, and limits.
         """
         connection = type("Connection", (Connection,), {"header_seconds": settings.header_seconds})
+        self._app = create_app(worker, settings)
         super().__init__(
             uvicorn.Config(
-                create_app(worker, settings),
+                self._app,
                 host=settings.host.strip("[]"),
                 port=settings.port,
                 http=connection,
                 ws="none",
-                lifespan="on",
+                lifespan="off",
                 loop="asyncio",
                 log_config=None,
                 access_log=False,
@@ -77,5 +78,9 @@ class Server(uvicorn.Server):
         Returns:
             Whether all went well: the engine has not failed, and the thread has ended.
         """
-        self.run()
-        return self._worker.close(5.0) and not self._worker.failed
+        try:
+            self.run()
+        finally:
+            self._app.state.close()
+            ended = self._worker.close(5.0)
+        return ended and not self._worker.failed

@@ -6,17 +6,19 @@ import json
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import httpx
 
 from fastjax.generation import Engine
+from fastjax.generation.choices import Piece
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import save_pretrained
 from fastjax.serving.server import Server
 from fastjax.serving.settings import ServerSettings
 from fastjax.serving.worker import Worker
-from tests.support import chat, tiny
+from tests.support import chat, reply_templates, tiny, tokenizers
 
 #: Untied and with large weights: small random models repeat a token for ever.
 CONFIG = tiny.config(
@@ -62,6 +64,67 @@ def chat_body(text="héllo 👍", **more):
 
 def text_body(prompt="héllo 👍", **more):
     return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
+
+
+class Scripted:
+    """An engine that says a text, some tokens a step, and nothing while it is held.
+
+    Attributes:
+        steps: tokens of an answer in a step.
+        free: cleared, no step comes to its end.
+        broken: the next step fails.
+        going: (request, choice) → tokens that are to come, of those that go on.
+    """
+
+    rows, max_length, adapter_names = ROWS, 4096, ()
+
+    def __init__(self, text="", steps=3, form="hermes"):
+        self.tokenizer = tokenizers.byte_level()
+        special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *reply_templates.SPECIAL]}
+        self.tokenizer.add_special_tokens(special)
+        self.tokenizer.chat_template = reply_templates.SOURCES[form]
+        self.text, self.steps, self.broken = text, steps, False
+        self.free = threading.Event()
+        self.free.set()
+        self.going, self._ended, self._numbers, self._options = {}, [], 0, {}
+
+    def model(self):
+        config = types.SimpleNamespace(vocab_size=len(self.tokenizer))
+        return types.SimpleNamespace(tokenizer=self.tokenizer, folder=None, config=config)
+
+    @property
+    def busy(self):
+        return bool(self.going or self._ended)
+
+    def add(self, prompt, options, *, adapter=None):
+        self._numbers += 1
+        for choice in range(options.n):
+            ids = self.tokenizer.encode(self.text, add_special_tokens=False)[: options.max_new_tokens]
+            self.going[self._numbers, choice] = ids
+            self._options[self._numbers] = options
+        return self._numbers
+
+    def cancel(self, request, choice=None):
+        for key in list(self.going):
+            if key[0] == request and choice in (None, key[1]):
+                del self.going[key]
+                self._ended.append(Piece(*key, finish_reason="cancelled"))
+
+    def step(self, steps=None):
+        assert self.free.wait(60)
+        if self.broken:
+            raise RuntimeError("secrets of the machine")
+        pieces, self._ended = self._ended, []
+        for key, ids in list(self.going.items()):
+            options = self._options[key[0]]
+            new, self.going[key] = ids[: self.steps], ids[self.steps :]
+            reason = None
+            if not self.going[key]:
+                del self.going[key]
+                whole = self.tokenizer.encode(self.text, add_special_tokens=False)
+                reason = "length" if len(whole) >= options.max_new_tokens else "stop"
+            pieces.append(Piece(*key, tuple(new), (-1.0,) * len(new), finish_reason=reason))
+        return pieces
 
 
 class Served:
@@ -125,7 +188,8 @@ class Served:
 def served(one=None, *, queue=64, **settings):
     """A server over an engine, by default of `model`."""
     settings = ServerSettings(name="tiny", port=0, queue=queue, **settings)
-    running = Served(Worker(one or engine(), model().value, queue=queue), settings)
+    of = one.model() if isinstance(one, Scripted) else model().value
+    running = Served(Worker(one or engine(), of, queue=queue), settings)
     try:
         yield running
     finally:
