@@ -5,6 +5,7 @@ import uuid
 from typing import Any
 
 from fastjax.serving.answers import Answers, Growth
+from fastjax.serving.requests import Echo
 
 
 class CompletionForm:
@@ -20,8 +21,10 @@ class CompletionForm:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": answers.request.name}
         self._head["object"] = "text_completion"
 
+        self._begun: set[int] = set()  # answers whose prompt was told
+
     def begin(self) -> list[dict[str, Any]]:
-        """The first event of each answer: the prompt, if it is to be told."""
+        """The events before any token: none. A prompt that is echoed comes with its answer's first tokens."""
         return []
 
     def grow(self, growth: Growth) -> list[dict[str, Any]]:
@@ -32,8 +35,10 @@ class CompletionForm:
         """
         events = []
         reason = growth.answer.finish_reason
-        if growth.text or growth.tokens.start < growth.tokens.stop:
-            told = {"index": growth.choice, "text": growth.text, "finish_reason": None} | self._tokens(growth)
+        echo = self._echo(growth.choice)
+        if growth.text or growth.tokens.start < growth.tokens.stop or echo is not None:
+            text = growth.text if echo is None else echo.text + growth.text
+            told = {"index": growth.choice, "text": text, "finish_reason": None} | self._tokens(growth, echo)
             events.append(self._head | {"choices": [told]})
         if reason is not None:
             told = {"index": growth.choice, "text": "", "finish_reason": reason, "logprobs": None}
@@ -48,19 +53,31 @@ class CompletionForm:
         """The response, once all have ended."""
         choices = []
         for choice, one in enumerate(self._answers.growing):
-            told = self._tokens(Growth(choice, one, "", slice(0, one.kept)))
-            text = one.answer().text
+            echo = self._echo(choice)
+            told = self._tokens(Growth(choice, one, "", slice(0, one.kept)), echo)
+            text = one.answer().text if echo is None else echo.text + one.answer().text
             choices.append({"index": choice, "text": text, "finish_reason": one.finish_reason} | told)
         return self._head | {"choices": choices, "usage": self._answers.usage()}
 
-    def _tokens(self, growth: Growth) -> dict[str, Any]:
-        """Log-probabilities and ids, as the request wants them."""
+    def _echo(self, choice: int) -> Echo | None:
+        """The prompt of an answer, if it is to be told now."""
+        echo = self._answers.request.echo
+        if echo is None or choice in self._begun:
+            return None
+        self._begun.add(choice)
+        return echo[self._answers.prompt_of(choice)]
+
+    def _tokens(self, growth: Growth, echo: Echo | None) -> dict[str, Any]:
+        """Log-probabilities and ids, as the request wants them, behind those of a prompt."""
         one, here, request = growth.answer, growth.tokens, self._answers.request
         told: dict[str, Any] = {"logprobs": None}
         if request.log_probs:
-            likeliest = one.likeliest[here] if one.likeliest else []
-            told["logprobs"] = self._names.completion_logprobs(
-                one.token_ids[here], one.log_probs[here], likeliest, one.offsets(here)
-            )
+            before = 0 if request.echo is None else len(request.echo[self._answers.prompt_of(growth.choice)].text)
+            ids, log_probs = one.token_ids[here], one.log_probs[here]
+            likeliest, offsets = one.likeliest[here], [before + place for place in one.offsets(here)]
+            if echo is not None:
+                ids, log_probs = [*one.prompt_token_ids, *ids], [*one.prompt_log_probs, *log_probs]
+                likeliest, offsets = [*one.prompt_likeliest, *likeliest], [*echo.offsets, *offsets]
+            told["logprobs"] = self._names.completion_logprobs(ids, log_probs, likeliest, offsets)
         ids = {"token_ids": one.token_ids[here], "prompt_token_ids": list(one.prompt_token_ids)}
         return told | (ids if request.token_ids else {})

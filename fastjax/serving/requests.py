@@ -121,9 +121,10 @@ class Reader:
         echo = [_echo(model, prompt) for prompt in prompts] if found.get("echo") else None
         if new == 0 and echo is None:
             raise ApiError(400, "max_tokens: expected at least 1, got 0; 0 goes with echo: true", param="max_tokens")
-        wanted = [
-            Wanted(prompt, self._options(found, model, prompt, new, told, "prompt"), adapter) for prompt in prompts
-        ]
+        options = [self._options(found, model, prompt, new, told, "prompt") for prompt in prompts]
+        if echo is not None and told is not None:
+            options = [dataclasses.replace(each, prompt_logprobs=told) for each in options]
+        wanted = [Wanted(prompt, each, adapter) for prompt, each in zip(prompts, options, strict=True)]
         return self._request(found, model, wanted, log_probs=told is not None, echo=echo)
 
     def asked(self, found: Mapping[str, Any]) -> tuple[ServedModel, str | None]:
@@ -218,9 +219,9 @@ class Reader:
         sampling = fields.sampling(found)
         ends = found.get("stop_token_ids", [])
         ignored = found.get("ignore_eos", False)
-        options = model.options(
-            sampling | {"top_logprobs": told}, room if new is None else new, stop_tokens=ends, ignore_eos=ignored
-        )
+        scored = {"prompt_logprobs": 0} if new == 0 else {}  # no token is asked for
+        sampling |= {"top_logprobs": told, **scored}
+        options = model.options(sampling, room if new is None else new, stop_tokens=ends, ignore_eos=ignored)
         if options.n > self._settings.answers:
             raise self._too_many(options.n)
         return options.checked(model.vocabulary)

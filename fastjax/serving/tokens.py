@@ -67,7 +67,7 @@ class TokenNames:
         self,
         ids: Sequence[int],
         log_probs: Sequence[float | None],
-        likeliest: Sequence[Likeliest | None],
+        likeliest: Sequence[Likeliest],
         offsets: Sequence[int],
     ) -> dict[str, Any]:
         """`logprobs` of /v1/completions. The chosen token is always among the likeliest.
@@ -83,7 +83,7 @@ class TokenNames:
             if log_prob is None:
                 tops.append(None)
                 continue
-            others = (likeliest[place] if likeliest else ()) or ()
+            others = likeliest[place] if likeliest else ()
             tops.append({self.text(other): value(each) for other, each in reversed([*others, (token, log_prob)])})
         tops = [None if top is None else dict(sorted(top.items(), key=lambda one: -one[1])) for top in tops]
         return {

@@ -85,3 +85,32 @@ def test_a_banned_token_and_a_forced_one(server):
     assert all(np.isfinite(banned["choices"][0]["logprobs"]["token_logprobs"]))
     forced = server.ok(COMPLETIONS, text_body(max_tokens=4, logit_bias={"77": 100}, return_token_ids=True))
     assert forced["choices"][0]["token_ids"] == [77] * 4
+
+
+@pytest.mark.parametrize("new", [0, 1, 9])
+def test_an_echo_is_scored(server, new):
+    body = text_body("héllo you 👍", echo=True, logprobs=3, max_tokens=new, return_token_ids=True)
+    whole = server.ok(COMPLETIONS, body)
+    [choice] = whole["choices"]
+    told, ids = choice["logprobs"], [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert choice["text"].startswith("héllo you 👍") and choice["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == new == len(choice["token_ids"])
+    assert [len(each) for each in told.values()] == [len(ids)] * 4
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    expected = np.asarray(whole_passes(model(), ids[:1], ids[1:], LENGTH))
+    scores = expected[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose(told["token_logprobs"][1:], scores, atol=1e-4)  # float32, 2 layers
+    starts = [*told["text_offset"], len(choice["text"])]
+    assert starts == sorted(starts)
+    for token, start, end in zip(told["tokens"], starts, starts[1:], strict=False):
+        assert token.startswith(("bytes:", "<")) or choice["text"][start:end] == token
+    events = server.events(COMPLETIONS, body)
+    for key, values in told.items():
+        parts = [event["choices"][0]["logprobs"][key] for event in events if event["choices"][0]["logprobs"]]
+        assert sum(parts, []) == values, key
+    assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
+    assert server.ok(COMPLETIONS, body)["choices"] == whole["choices"]  # after a request with the same prompt
+    plain = server.ok(COMPLETIONS, {**body, "logprobs": None})["choices"][0]
+    assert plain["text"] == choice["text"] and plain["logprobs"] is None
+    stopped = server.ok(COMPLETIONS, {**body, "stop": "héllo"})["choices"][0]  # it stands in the prompt alone
+    assert stopped["text"] == choice["text"]
