@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "memory and speed of a run on a GPU, compiled without one",
     "compare": "several runs in one page, with the settings in which they differ",
     "generate": "let a model, with or without an adapter, answer prompts",
+    "chat": "talk to a run's result, an adapter or a model",
     "serve": "serve a model and adapters over HTTP, with OpenAI's routes",
     "evaluate": "let it do tasks: answers that must match, choices of which the likeliest counts",
     "import-config": "turn a run of Axolotl, LLaMA-Factory or torchtune into settings of `train`",

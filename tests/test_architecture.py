@@ -14,7 +14,7 @@ PACKAGES = ("convert", "pallas_kernels", "fastjax")
 #: The floors of fastjax, top down: a module imports from its own floor and from those below it.
 FLOORS = (
     ("cli", "__main__", "commands", "bench"),
-    ("serving",),
+    ("serving", "chat"),
     ("runs", "preview", "config_import"),
     ("language_model",),
     ("evaluation",),

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.errors import shorten
@@ -52,6 +52,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
     parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, a folder or a name on the hub")
+    add_loading(parser)
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Add the options of loading a model.
+
+    Args:
+        parser: of a command that takes a model.
+    """
     parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
     parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
@@ -64,16 +73,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow_nonfinite", action="store_true", help="let NaN and infinity in the weights through")
 
 
-def load_options(arguments: argparse.Namespace) -> "LoadOptions":
+def load_options(arguments: argparse.Namespace, known: Mapping[str, Any] | None = None) -> "LoadOptions":
     """The options of loading that are among a command's arguments.
 
     Args:
-        arguments: with those of `add_model`.
+        arguments: with those of `add_loading`.
+        known: options that count where the arguments leave them open.
     """
     from fastjax.execution.options import LoadOptions  # --help needs none
 
     names = {field.name for field in dataclasses.fields(LoadOptions)} & vars(arguments).keys()
-    return LoadOptions(**{name: getattr(arguments, name) for name in names})
+    given = {name: getattr(arguments, name) for name in names}
+    stated = {name: value for name, value in given.items() if value is not None and value is not False}
+    return LoadOptions(**{**given, **(known or {}), **stated})
 
 
 def add_chat_template_kwargs(parser: argparse.ArgumentParser) -> None:

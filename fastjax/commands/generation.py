@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import typing
+from typing import Any
 
 from fastjax.generation.options import GenerationOptions
 from fastjax.options.words import meanings
@@ -14,22 +15,24 @@ _NAMES = (
 )
 
 
-def add_generation(parser: argparse.ArgumentParser) -> None:
+def add_generation(parser: argparse.ArgumentParser, *, defaults: bool = True) -> None:
     """Add the options of an answer.
 
     Args:
         parser: of a command that generates.
+        defaults: whether options that are not given have their fields' defaults; else they stay open, and there is one
+            answer.
     """
     said, kinds = meanings(GenerationOptions), typing.get_type_hints(GenerationOptions)
-    defaults = {field.name: field.default for field in dataclasses.fields(GenerationOptions)}
-    for name in _NAMES:
+    values = {field.name: field.default if defaults else None for field in dataclasses.fields(GenerationOptions)}
+    for name in _NAMES if defaults else _NAMES[:-1]:
         number = float if float in (kinds[name], *typing.get_args(kinds[name])) else int
-        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        shown = "" if values[name] is None else f" (default: {values[name]})"
         meaning = said[name].removesuffix(".").replace("%", "%%")
         parser.add_argument(
             f"--{name}",
             type=number,
-            default=defaults[name],
+            default=values[name],
             metavar="N" if number is int else "X",
             help=meaning + shown,
         )
@@ -53,3 +56,18 @@ def generation_options(arguments: argparse.Namespace) -> GenerationOptions:
     """
     given = {name: getattr(arguments, name) for name in _NAMES}
     return GenerationOptions(**given, stop_strings=tuple(arguments.stop))
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of an answer that were given, by name.
+
+    Args:
+        arguments: with those of `add_generation` without defaults.
+
+    Raises:
+        ConfigError: names one that is out of its range.
+    """
+    given = {name: getattr(arguments, name) for name in _NAMES[:-1] if getattr(arguments, name) is not None}
+    given |= {"stop_strings": tuple(arguments.stop)} if arguments.stop else {}
+    GenerationOptions(**given)
+    return given

@@ -1,0 +1,116 @@
+"""Answers shown as they come: on a terminal with dimmed thoughts, in a pipe as plain text.
+
+What a model says is shown as text: its control characters, by which it could steer the terminal, are made visible.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fastjax.chat.voices import Asked
+
+#: C0 and C1 control characters → what is shown; new lines and tabs stay.
+_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_CONTROL |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
+
+
+def visible(text: str) -> str:
+    """A text whose control characters steer no terminal."""
+    return text.translate(_CONTROL)
+
+
+class Screen:
+    """Where a conversation is shown.
+
+    Attributes:
+        asks: whether a person answers: input and output are a terminal.
+    """
+
+    def __init__(self, output: Console | None = None, notes: Console | None = None, asks: bool | None = None):
+        """Take the outputs.
+
+        Args:
+            output: of answers; None: standard output.
+            notes: of all else; None: the same on a terminal, standard error otherwise.
+            asks: None: found out.
+        """
+        self._output = output or Console(highlight=False, soft_wrap=True)
+        terminal = self._output.is_terminal
+        self.asks = terminal and sys.stdin.isatty() if asks is None else asks
+        self._notes = notes or (self._output if terminal else Console(stderr=True, highlight=False, soft_wrap=True))
+
+    def note(self, text: str) -> None:
+        """Tell something beside the conversation."""
+        self._notes.print(Text(visible(text), style="dim"))
+
+    def error(self, text: str) -> None:
+        """Tell what went wrong."""
+        self._notes.print(Text(visible(text), style="red"))
+
+    def answer(self, asked: Asked) -> None:
+        """Show an answer as it comes; Ctrl-C ends it."""
+        kind, blank = "content", True
+        try:
+            while not asked.done:
+                for delta in asked.step():
+                    if delta.kind != kind and not blank:
+                        self._say("\n\n", kind)
+                    kind, blank = delta.kind, False
+                    self._say(delta.text, kind)
+        except KeyboardInterrupt:
+            asked.cancel()
+        self._say("\n", "content")
+        self.note(asked.status())
+
+    def compare(self, several: Sequence[Asked]) -> None:
+        """Show answers side by side; in a pipe one after another."""
+        try:
+            if self._output.is_terminal:
+                self._side_by_side(several)
+            else:
+                for asked in several:
+                    self._output.out(f"== {asked.voice.name}", highlight=False)
+                    while not asked.done:
+                        asked.step()
+                    self._output.out(asked.reply.reply().content, highlight=False)
+        except KeyboardInterrupt:
+            for asked in several:
+                asked.cancel()
+        for asked in several:
+            self.note(asked.status())
+
+    def _side_by_side(self, several: Sequence[Asked]) -> None:
+        height = max(4, self._output.height - 4)
+        with Live(console=self._output, transient=True, refresh_per_second=8) as live:
+            while not all(asked.done for asked in several):
+                for asked in several:
+                    if not asked.done:
+                        asked.step()
+                live.update(self._table(several, height))
+        self._output.print(self._table(several, None))
+
+    def _table(self, several: Sequence[Asked], height: int | None) -> Table:
+        """The answers in columns, of each as many last lines as there is room for."""
+        table = Table(expand=True, box=None, padding=(0, 1), header_style="bold")
+        width = max(8, self._output.width // len(several) - 2)
+        cells = []
+        for asked in several:
+            table.add_column(Text(asked.voice.name), ratio=1, overflow="fold")
+            reply = asked.reply.reply()
+            text = Text(visible(reply.reasoning), style="dim")
+            text.append(("\n\n" if reply.reasoning and reply.content else "") + visible(reply.content), "not dim")
+            lines = text.wrap(self._output, width)
+            cells.append(Text("\n").join(lines if height is None else lines[-height:]))
+        table.add_row(*cells)
+        return table
+
+    def _say(self, text: str, kind: str) -> None:
+        terminal = self._output.is_terminal
+        if kind == "reasoning":
+            self._notes.out(visible(text), style="dim", highlight=False, end="")
+        else:
+            self._output.out(visible(text) if terminal else text, highlight=False, end="")
