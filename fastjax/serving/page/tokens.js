@@ -24,7 +24,8 @@ export function divide(text, told) {
   const pieces = [];
   let [start, end, used, group] = [0, 0, 0, []];
   told.forEach((token, index) => {
-    const length = fitting(bytes.subarray(end), token.bytes ? Uint8Array.from(token.bytes) : encoder.encode(token.token));
+    const rest = bytes.subarray(end);
+    const length = fitting(rest, Uint8Array.from(token.bytes ?? [])) || fitting(rest, encoder.encode(token.token));
     if (!length) return;
     used = index + 1;
     end += length;
@@ -38,8 +39,9 @@ export function divide(text, told) {
   return { pieces, left: told.slice(used) };
 }
 
-/** How many bytes at the beginning of the text are the token's. */
+/** How many bytes at the beginning of the text are the token's; its broken characters are U+FFFD in both. */
 function fitting(bytes, token) {
+  if (!token.length) return 0;
   const begins = (whole, part) => part.length <= whole.length && part.every((byte, index) => byte === whole[index]);
   if (begins(bytes, token)) return token.length;
   let spaces = 0;

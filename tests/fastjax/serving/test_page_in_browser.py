@@ -4,13 +4,17 @@ Needs Playwright's Python package and any Chromium, on the PATH or Playwright's 
 """
 
 import json
+import math
 import re
 import shutil
 import time
 
 import pytest
 
-from tests.support import page_server
+from fastjax.generation.options import GenerationOptions
+from fastjax.generation.prompts import Reading
+from fastjax.generation.text import answers
+from tests.support import page_server, serving
 from tests.support.page_server import ADAPTER, BASE, HOSTILE, HOSTILE_NAME, KEY, TEXTS, THOUGHT, Script, listening
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright (pip install playwright)")
@@ -455,3 +459,40 @@ def test_all_is_reached_by_the_tab_key(opened):
             f"field-{name}" for name in ("system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
         ]
         assert [name for name in (*tools, "close-settings", *fields, "tint") if name not in seen] == []
+
+
+def test_the_server_itself_is_talked_to(opened):
+    """A tiny model answers: its text, its probabilities; what is stopped gives its row back."""
+    key = "a key of sixteen".replace(" ", "-")
+    with serving.served(key=key) as running:
+        page = opened(running.url)
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        page.wait_for_selector("#model option", state="attached")
+        page.fill("#field-temperature", "0")
+        page.fill("#field-max_tokens", "12")
+        ask(page, "héllo 👍")
+        [[expected]] = answers(
+            serving.model(),
+            [[{"role": "user", "content": "héllo 👍"}]],
+            GenerationOptions(max_new_tokens=12, top_logprobs=5),
+            reading=Reading(special_tokens="text"),
+        )
+        assert texts(page) == [expected.text]
+        assert page.locator(".figures").text_content().startswith("12 tokens · ")
+        spans = page.locator(".answer > .text .token")
+        spans.first.hover()
+        rows = tip(page)[1]
+        shares = [100 * math.exp(value) for _, value in expected.likeliest[0]]
+        assert [float(row[1].split()[0]) for row in rows[:5]] == pytest.approx(shares, abs=0.06)
+        page.fill("#field-max_tokens", "200")
+        page.click("#settings summary")
+        page.fill("#field-stop", "never")
+        ask(page, "a long one", wait=False)
+        spans.nth(14).wait_for()
+        page.click("#stop")
+        serving.until(lambda: running.worker.open == 0)
+        page.click(".retry:visible")
+        page.wait_for_selector("#send:not([hidden])", timeout=60_000)
+        assert len(texts(page)) == 2
+        assert [line for line in page.logged if "401" not in line] == []  # a browser notes that it was refused
