@@ -11,7 +11,7 @@ export const newRecord = (model) =>
 
 export const joined = (pieces) => pieces.map(([text]) => text).join("");
 
-const ENDS = { length: "cut at the limit of tokens", stopped: "stopped", content_filter: "filtered" };
+const ENDS = { length: "cut at the limit", stopped: "stopped", content_filter: "filtered" };
 
 /** The answer on the page; it keeps its record up to date. */
 export class Answer {
@@ -29,7 +29,8 @@ export class Answer {
     this.copy = element("button", { type: "button", className: "quiet", onclick: () => this.copyText() }, "Copy");
     this.retry = element("button", { type: "button", className: "quiet retry", onclick: () => retry(this) }, "Retry");
     this.more = element("button", { type: "button", className: "quiet go-on", onclick: () => goOn(this) }, "Go on");
-    this.foot = element("footer", { hidden: true }, this.figures, this.copy, this.more, this.retry);
+    this.foot = element("footer", { hidden: true }, this.figures,
+      element("span", { className: "acts" }, this.copy, this.more, this.retry));
     this.node = element("article", { className: "answer", attributes: { "aria-label": `Answer by ${record.model}` } },
       element("h3", {}, record.model), this.thought, this.text, this.calls, this.error, this.foot);
     this.summary.addEventListener("click", () => { this.touched = true; });
@@ -149,7 +150,7 @@ function figures(figures) {
   const { tokens, first, rest } = figures;
   const speed = tokens > 1 && rest > 0 ? `${rounded((tokens - 1) / (rest / 1000))} tokens/s` : null;
   const count = tokens === null ? null : `${tokens} token${tokens === 1 ? "" : "s"}`;
-  return [count, speed, `first after ${rounded(first)} ms`].filter(Boolean).join(" · ");
+  return [count, speed, `first after ${first < 1000 ? `${rounded(first)} ms` : `${rounded(first / 1000)} s`}`].filter(Boolean).join(" · ");
 }
 
 const rounded = (value) => Number(value.toPrecision(value < 100 ? 2 : 3)).toLocaleString("en");

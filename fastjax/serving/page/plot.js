@@ -78,7 +78,7 @@ export class Plot {
       this.svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
         text(LEFT - 8, y + 4, this.shown(value), "end"));
     }
-    const steps = axis(first, last, Math.max(3, Math.floor(width / 100)));
+    const steps = axis(first, last, Math.max(3, Math.floor((width - LEFT - RIGHT) / 64)));
     for (const value of steps.values.filter((one) => one >= first && one <= last && Number.isInteger(one))) {
       this.svg.append(text(this.x(value), height - 8, value.toLocaleString("en"), "middle"));
     }
@@ -189,7 +189,8 @@ function axis(least, most, count = 4) {
   const span = most > least ? most - least : Math.abs(most) || 1;
   const power = 10 ** Math.floor(Math.log10(span / count));
   const step = power * [1, 2, 5, 10].find((one) => one * power * count >= span);
-  const [from, to] = [Math.floor(least / step + 1e-9), Math.max(Math.ceil(most / step - 1e-9), Math.floor(least / step + 1e-9) + 1)];
+  const from = Math.floor(least / step + 1e-6);  // figures were float32
+  const to = Math.max(Math.ceil(most / step - 1e-6), from + 1);
   const values = Array.from({ length: to - from + 1 }, (_, index) => Number(((from + index) * step).toPrecision(12)));
   return { low: values[0], high: values.at(-1), values };
 }

@@ -102,7 +102,7 @@ def test_an_answer_comes_in_pieces_and_the_next_question_has_it(opened):
         ask(page, "And then?")
         assert texts(page)[1] == TEXTS[BASE]
         assert re.fullmatch(
-            r"1\d tokens · [\d,.]+ tokens/s · first after [\d,.]+ ms", page.locator(".figures").nth(1).text_content()
+            r"1\d tokens · [\d,.]+ tokens/s · first after [\d,.]+ m?s", page.locator(".figures").nth(1).text_content()
         )
         first, second = script.bodies
         assert first["messages"] == [
@@ -198,6 +198,22 @@ def test_a_tokens_probability_and_alternatives_by_pointer_and_by_keyboard(opened
         assert page.logged == []
 
 
+def test_a_tap_shows_a_token_and_a_phones_enter_is_a_new_line(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address, width=390, has_touch=True, is_mobile=True)
+        page.wait_for_selector("#model option", state="attached")
+        page.fill("#prompt", "hello")
+        page.press("#prompt", "Enter")
+        assert page.input_value("#prompt") == "hello\n" and script.bodies == []
+        page.tap("#send")
+        page.wait_for_selector("#send:not([hidden])")
+        page.locator(".answer > .text .token").nth(1).tap()
+        assert tip(page)[0] == "60.0 %"
+        page.tap(".said")
+        page.wait_for_selector("#tip", state="hidden")
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_hostile_answer_is_text_also_after_a_reload(opened, width):
     """Row 70 of the cases: nothing runs, nothing is fetched from elsewhere, nothing is sent by itself."""
@@ -262,7 +278,7 @@ def test_a_cut_answer_goes_on_from_its_very_text(opened):
         ask(page, "think to the limit")
         cut = "A learning rate decides how far"
         assert texts(page) == [cut]
-        assert page.locator(".figures").text_content().endswith("cut at the limit of tokens")
+        assert page.locator(".figures").text_content().endswith("cut at the limit")
         page.click(".go-on")
         page.wait_for_selector("#send:not([hidden])")
         assert texts(page) == [TEXTS[BASE]] and page.locator(".go-on:visible").count() == 0
