@@ -16,7 +16,7 @@ import yaml
 import fastjax
 from fastjax import FastLanguageModel
 from fastjax.cli import COMMANDS
-from fastjax.commands import convert, generate
+from fastjax.commands import chat, convert
 from fastjax.commands.quickstart import quickstart_config
 from fastjax.commands.reference import list_sections
 from fastjax.commands.settings import parse_train_config
@@ -69,14 +69,14 @@ def test_commands_that_readme_shows_are_read(tmp_path, monkeypatch):
     (tmp_path / "my.yaml").write_text((ROOT / "examples/my_model.yaml").read_text())
     lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["fastjax"]]
-    assert [name for name, *_ in commands] == ["preview", "train", "train", "generate", "convert", "convert"]
+    assert [name for name, *_ in commands] == ["preview", "train", "train", "chat", "convert", "convert"]
     for name, *words in commands:
         if name in ("train", "preview"):
             words = ["--config", *words] if name == "preview" else words
             config = parse_train_config(words)
             assert config.model.max_seq_length == 2048 and config.optimizer.learning_rate == 2e-4
         else:
-            {"generate": generate, "convert": convert}[name]._parser().parse_args(words)
+            {"chat": chat, "convert": convert}[name]._parser().parse_args(words)
 
 
 def test_readme_names_every_recipe():
