@@ -195,14 +195,16 @@ def answer_with_fastjax(model: str, adapter: str, prompts: str, new: int, others
     import numpy as np
     from flax import nnx
 
-    from fastjax.generation.generate import generate
+    from fastjax.generation.options import GenerationOptions
+    from fastjax.generation.text import answers as answers_of
     from fastjax.language_model import FastLanguageModel
     from fastjax.models.decoder import lm_logits
 
     given = json.loads(Path(prompts).read_text())
     own, _ = FastLanguageModel.from_pretrained(model, dtype="float32", load_in_4bit=True)
     own = FastLanguageModel.load_adapter(own, adapter)
-    answers = generate(own, given["prompts"], max_new_tokens=new, stop_tokens=given["stops"])
+    options = GenerationOptions(max_new_tokens=new, stop_tokens=given["stops"])
+    answers = [list(one.token_ids) for [one] in answers_of(own, given["prompts"], options, ignore_eos=True)]
 
     @jax.jit
     def logits(trainable, frozen, tokens):

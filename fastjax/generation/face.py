@@ -37,6 +37,7 @@ def generate(
     generation_config: Any = None,
     streamer: Any = None,
     tokenizer: Any = None,
+    adapter: text.Adapter = None,
     **settings: Any,
 ) -> Any:
     """Let the model answer: texts to texts, or, as in transformers, token ids to token ids.
@@ -57,6 +58,8 @@ def generate(
         streamer: transformers' TextStreamer, TextIteratorStreamer or the like, for one answer: its `put` gets the
             prompt's ids [1, S], then each new id [1]; then its `end` is called, after an error too.
         tokenizer: that decodes the answers, for texts and stop strings; None: the model's.
+        adapter: a model with a low-rank adapter over this one, which answers in its place; or a list with one, or None,
+            for each prompt, all in one batch.
         settings: `max_new_tokens` or `max_length` (256 new tokens); `do_sample`, `temperature`, `top_k`, `top_p`,
             `min_p`; `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`; `seed` (0, of which
             each prompt draws its own numbers); `num_return_sequences`; `stop_strings`; `eos_token_id`, one or a list,
@@ -79,20 +82,23 @@ def generate(
         decoder = model.tokenizer if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
         ids, mask = _ids(inputs, input_ids, attention_mask, token_type_ids)
         if ids is not None:
-            return _continued(model, ids, mask, wanted, decoder, streamer)
+            return _continued(model, ids, mask, wanted, decoder, streamer, adapter)
         reading = Reading(chat, special_tokens, chat_template_kwargs, continue_final_message)
-        return _answered(model, inputs, reading, wanted, decoder, streamer)
+        return _answered(model, inputs, reading, wanted, decoder, streamer, adapter)
     finally:
         if streamer is not None:
             streamer.end()
 
 
-def stream(model: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[str]:
+def stream(
+    model: LanguageModel, prompt: Prompt, *, adapter: LanguageModel | None = None, **settings: Any
+) -> Iterator[str]:
     """Let the model answer one prompt, and give the text as it comes.
 
     Args:
         model: with a tokenizer.
         prompt: a text, a conversation or token ids.
+        adapter: as of `generate`.
         settings: as of `generate`; `chat`, `special_tokens`, `chat_template_kwargs` and `continue_final_message` too.
 
     Returns:
@@ -106,7 +112,8 @@ def stream(model: LanguageModel, prompt: Prompt, **settings: Any) -> Iterator[st
     reading = Reading(**{name: settings.pop(name) for name in names if name in settings})
     wanted = settings_of(model, settings, settings.pop("generation_config", None))
     ignore_eos = wanted.ends is not None
-    return text.stream(model, prompt, wanted.options, reading=reading, ignore_eos=ignore_eos, length=wanted.length.of)
+    given = {"reading": reading, "ignore_eos": ignore_eos, "adapter": adapter, "length": wanted.length.of}
+    return text.stream(model, prompt, wanted.options, **given)
 
 
 def _ids(inputs: Any, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> tuple[Any, Any]:
@@ -128,7 +135,13 @@ def _ids(inputs: Any, input_ids: Any, attention_mask: Any, token_type_ids: Any) 
 
 
 def _answered(
-    model: LanguageModel, prompts: Any, reading: Reading, wanted: Settings, tokenizer: Any, streamer: Any
+    model: LanguageModel,
+    prompts: Any,
+    reading: Reading,
+    wanted: Settings,
+    tokenizer: Any,
+    streamer: Any,
+    adapter: text.Adapter,
 ) -> list[str]:
     """Texts to texts."""
     if tokenizer is None:
@@ -139,14 +152,22 @@ def _answered(
         return []
     options = wanted.options if wanted.ends is not None else with_ends(wanted.options, stop_tokens(model, encoder))
     each = [dataclasses.replace(options, max_new_tokens=wanted.length.of(len(prompt))) for prompt in encoded]
-    engine, asked = ask(model, encoded, each, tokenizer)
+    engine, asked = ask(model, encoded, each, tokenizer, adapter)
     if streamer is not None:
         _check_streamed(asked)
         streamer.put(np.asarray(encoded, np.int64))
     return [one.answer().text for one in _generated(engine, asked, streamer, None)]
 
 
-def _continued(model: LanguageModel, ids: Any, mask: Any, wanted: Settings, tokenizer: Any, streamer: Any) -> Any:
+def _continued(
+    model: LanguageModel,
+    ids: Any,
+    mask: Any,
+    wanted: Settings,
+    tokenizer: Any,
+    streamer: Any,
+    adapter: text.Adapter,
+) -> Any:
     """Token ids to token ids, as in transformers."""
     options = wanted.options
     if wanted.ends is None:
@@ -156,7 +177,7 @@ def _continued(model: LanguageModel, ids: Any, mask: Any, wanted: Settings, toke
     prompts = prompt_rows(ids, mask, None if pad in ends else pad)
     options = dataclasses.replace(options, max_new_tokens=wanted.length.of(prompts.width))
     decoder = tokenizer if options.stop_strings else None
-    engine, asked = ask(model, prompts.prompts, [options] * len(prompts.prompts), decoder)
+    engine, asked = ask(model, prompts.prompts, [options] * len(prompts.prompts), decoder, adapter)
     if streamer is not None:
         _check_streamed(asked)
         streamer.put(on_host(like(prompts.given, np.asarray(prompts.rows, np.int64))))

@@ -3,20 +3,27 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
+from convert.errors import shown
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.answers import READ, Answer, GrowingAnswer, grown
 from fastjax.generation.engines import AnyEngine
-from fastjax.generation.generate import engine_for, seeded
+from fastjax.generation.fitting import engine_for
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Prompt, Reading, encode_prompts
 from fastjax.generation.stops import stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: Who answers in a model's place: a model with an adapter over it, or one, or none, for each prompt.
+Adapter: TypeAlias = LanguageModel | Sequence[LanguageModel | None] | None
 
 
 def answer(
@@ -60,6 +67,7 @@ def answers(
     *,
     reading: Reading | None = None,
     ignore_eos: bool = False,
+    adapter: Adapter = None,
 ) -> list[list[Answer]]:
     """Let the model answer, and tell tokens and log-probabilities too.
 
@@ -69,6 +77,7 @@ def answers(
         options: of the answers, for all prompts or for each.
         reading: how texts become tokens.
         ignore_eos: answers do not end at the model's end tokens.
+        adapter: as of `answers_as_completed`.
 
     Returns:
         The `n` answers of each prompt, in the order of the prompts.
@@ -77,7 +86,8 @@ def answers(
         ConfigError: a prompt or a setting that does not fit.
         DataError: a prompt that the chat template refuses, or invalid Unicode.
     """
-    found = dict(answers_as_completed(model, prompts, options, reading=reading, ignore_eos=ignore_eos))
+    given = {"reading": reading, "ignore_eos": ignore_eos, "adapter": adapter}
+    found = dict(answers_as_completed(model, prompts, options, **given))
     return [found[place] for place in range(len(found))]
 
 
@@ -88,6 +98,7 @@ def answers_as_completed(
     *,
     reading: Reading | None = None,
     ignore_eos: bool = False,
+    adapter: Adapter = None,
     progress: Callable[[int, int], None] = lambda ended, tokens: None,
 ) -> Iterator[tuple[int, list[Answer]]]:
     """Let the model answer, and give the answers of each prompt as soon as they have ended.
@@ -100,6 +111,8 @@ def answers_as_completed(
         options: of the answers, for all prompts or for each; each prompt draws its own random numbers.
         reading: how texts become tokens.
         ignore_eos: answers do not end at the model's end tokens, but only at the `stop_tokens` of the options.
+        adapter: a model with a low-rank adapter over `model`, which answers in its place; or one for each prompt, all
+            in one batch. None: what `model` is by itself.
         progress: told how many answers have ended, and how many tokens have come, whenever there are more.
 
     Returns:
@@ -107,10 +120,10 @@ def answers_as_completed(
 
     Raises:
         ConfigError: at once, a prompt or a setting that does not fit, as of `answer`; options for another number of
-            prompts; stop strings without a tokenizer.
+            prompts; stop strings without a tokenizer; an adapter that is none, or over another model.
         DataError: at once, a prompt that the chat template refuses, or invalid Unicode.
     """
-    engine, asked = _asked(model, prompts, options, reading or Reading(), ignore_eos)
+    engine, asked = _asked(model, prompts, options, reading or Reading(), ignore_eos, adapter)
     return iter(()) if engine is None else _completed(engine, asked, progress)
 
 
@@ -140,6 +153,7 @@ def stream(
     *,
     reading: Reading | None = None,
     ignore_eos: bool = False,
+    adapter: Adapter = None,
     length: Callable[[int], int] | None = None,
 ) -> Iterator[str]:
     """Let the model answer one prompt, and give the text as it comes.
@@ -150,6 +164,7 @@ def stream(
         options: of the answer; `n` is 1.
         reading: how texts become tokens.
         ignore_eos: as of `answers_as_completed`.
+        adapter: as of `answers_as_completed`.
         length: the most new tokens of a prompt of so many tokens, in place of the options'.
 
     Returns:
@@ -167,7 +182,7 @@ def stream(
     [encoded] = encode_prompts(reading.encoder(model.tokenizer), [prompt], reading)
     if length is not None:
         options = dataclasses.replace(options, max_new_tokens=length(len(encoded)))
-    engine, asked = _asked(model, [encoded], options, reading, ignore_eos)
+    engine, asked = _asked(model, [encoded], options, reading, ignore_eos, adapter)
     assert engine is not None, "there is a prompt"
     return _pieces(engine, asked)
 
@@ -195,6 +210,7 @@ def _asked(
     options: GenerationOptions | Sequence[GenerationOptions] | None,
     reading: Reading,
     ignore_eos: bool,
+    adapter: Adapter,
 ) -> tuple[AnyEngine | None, dict[int, list[GrowingAnswer]]]:
     """An engine that was asked for answers to prompts; None: there is no prompt."""
     encoder = reading.encoder(model.tokenizer)
@@ -203,10 +219,10 @@ def _asked(
         return None, {}
     ends = () if ignore_eos else stop_tokens(model, encoder)
     if options is None or isinstance(options, GenerationOptions):
-        return ask(model, encoded, [with_ends(options or GenerationOptions(), ends)] * len(encoded), model.tokenizer)
+        options = [options or GenerationOptions()] * len(encoded)
     if len(options) != len(encoded):
         raise ConfigError(f"options: expected one for each of {len(encoded)} prompts, got {len(options)}")
-    return ask(model, encoded, [with_ends(each, ends) for each in options], model.tokenizer)
+    return ask(model, encoded, [with_ends(each, ends) for each in options], model.tokenizer, adapter)
 
 
 def ask(
@@ -214,6 +230,7 @@ def ask(
     prompts: Sequence[Sequence[int]],
     options: Sequence[GenerationOptions],
     tokenizer: "PreTrainedTokenizerBase | None",
+    adapter: Adapter = None,
 ) -> tuple[AnyEngine, dict[int, list[GrowingAnswer]]]:
     """Ask a new engine for answers; `grown` generates them.
 
@@ -222,20 +239,48 @@ def ask(
         prompts: token ids, at least one prompt.
         options: of each prompt's answers.
         tokenizer: of the answers' text; None: they have none.
+        adapter: as of `answers_as_completed`.
 
     Returns:
         The engine, and number of the request → its answers, in the order of the prompts.
 
     Raises:
-        ConfigError: a prompt or a setting that does not fit the model; stop strings without a tokenizer.
+        ConfigError: a prompt, a setting or an adapter that does not fit the model; stop strings without a tokenizer.
     """
     if tokenizer is None and any(each.stop_strings for each in options):
         raise ConfigError("stop_strings: expected a model with a tokenizer, got one without; load it from a folder")
     lengths = [len(prompt) for prompt, each in zip(prompts, options, strict=True) for _ in range(each.n)]
-    longest = max(1, *(each.max_new_tokens for each in options))
-    engine = engine_for(model, lengths, GenerationOptions(max_new_tokens=longest))
+    chosen = _of_prompts(adapter, len(prompts))
+    adapters = {str(id(each)): each for each in chosen if each is not None}
+    engine = engine_for(model, lengths, max(each.max_new_tokens for each in options), adapters)
     asked = {}
-    for place, (prompt, own) in enumerate(zip(prompts, options, strict=True)):
+    for place, (prompt, own, one) in enumerate(zip(prompts, options, chosen, strict=True)):
         growing = [GrowingAnswer(prompt, tokenizer, own.stop_strings) for _ in range(own.n)]
-        asked[engine.add(prompt, seeded(own, place))] = growing
+        name = None if one is None else str(id(one))
+        asked[engine.add(prompt, _seeded(own, place), adapter=name)] = growing
     return engine, asked
+
+
+def _of_prompts(adapter: Adapter, count: int) -> Sequence[LanguageModel | None]:
+    """The adapter of each prompt."""
+    every: list[Any] = list(adapter) if isinstance(adapter, list | tuple) else [adapter] * count
+    if len(every) != count:
+        raise ConfigError(f"adapter: expected one for each of {count} prompts, got {len(every)}")
+    for each in every:
+        if each is not None and not hasattr(each, "lora"):
+            expected = "a model with an adapter, as FastLanguageModel.load_adapter gives it"
+            raise ConfigError(f"adapter: expected {expected}, got {shown(each)}")
+    return every
+
+
+def _seeded(options: GenerationOptions, place: int) -> GenerationOptions:
+    """The options of one of several prompts, which draw other numbers than each other by one seed.
+
+    Args:
+        options: of all.
+        place: of the prompt among them; the first one's seed is the options' own.
+    """
+    if place == 0 or not isinstance(options.seed, int):
+        return options
+    seed = np.random.SeedSequence((abs(options.seed), int(options.seed < 0), place)).generate_state(1)[0]
+    return dataclasses.replace(options, seed=int(seed) >> 1)

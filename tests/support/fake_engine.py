@@ -24,7 +24,7 @@ class FakeEngine:
     def __init__(self, says, steps):
         self.says, self.steps, self.asked, self.cancelled, self.wanted, self._going = says, steps, [], [], None, []
 
-    def add(self, prompt, options):
+    def add(self, prompt, options, adapter=None):
         self.asked.append((list(prompt), options))
         tokens = list(self.says(list(prompt)))
         reason, stop = "length", None
@@ -73,7 +73,7 @@ def install(monkeypatch, says, steps=3):
     """Put a fake engine in place; returns the list of those that were made."""
     engines = []
 
-    def engine_for(model, lengths, options):
+    def engine_for(model, lengths, new_tokens, adapters=None):
         engines.append(FakeEngine(says, steps))
         return engines[-1]
 

@@ -1,8 +1,10 @@
-"""Log-probabilities of a row by one forward pass: the oracle of what an engine generates."""
+"""Answers in token ids; and log-probabilities of a row by one forward pass, the oracle of what an engine generates."""
 
 import jax
 import numpy as np
 
+from fastjax.generation import text
+from fastjax.generation.options import GenerationOptions
 from tests.support import tiny
 
 
@@ -17,3 +19,10 @@ def whole_logits(model, prompt, answer, width=128):
 def whole_passes(model, prompt, answer, width=128):
     """Log-probabilities [answer, vocabulary], as of `whole_logits`."""
     return jax.nn.log_softmax(whole_logits(model, prompt, answer, width), axis=-1)
+
+
+def answers_in_ids(model, prompts, **options):
+    """The tokens of an answer to each prompt of token ids, by default of the likeliest ones and up to the limit."""
+    plain = model.replace(tokenizer=None)
+    found = text.answers(plain, prompts, GenerationOptions(**options), ignore_eos=True)
+    return [list(one.token_ids) for [one] in found]

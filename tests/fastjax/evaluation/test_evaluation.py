@@ -12,11 +12,11 @@ from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks, run
 from fastjax.evaluation.scoring import Score
-from fastjax.generation.generate import generate
 from fastjax.generation.text import answer
 from fastjax.language_model import FastLanguageModel
 from tests.support import fake_engine, tiny
 from tests.support.chat import write_model
+from tests.support.generation import answers_in_ids
 
 QUESTIONS = ["Who bought pens?", "How many?", "And what did Ann say then, after all?"]
 
@@ -44,7 +44,7 @@ def test_scores_are_those_of_the_whole_forward_pass():
     documents = [one.tolist() for one in tiny.documents(config, (9, 30, 33, 2, 20, 41), seed=4)]
     examples = [(one[: len(one) // 2], one[len(one) // 2 :]) for one in documents]
     prompts = [prompt for prompt, _ in examples[:2]]
-    examples += list(zip(prompts, generate(made, prompts, max_new_tokens=5), strict=True))
+    examples += list(zip(prompts, answers_in_ids(made, prompts, max_new_tokens=5), strict=True))
     found = completion_scores(made, examples, rows=2)
     for (prompt, completion), score in zip(examples, found, strict=True):
         row = np.zeros((1, 48), np.int32)  # of one length, for one program: what is behind is not seen

@@ -9,6 +9,7 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.generation import engine as engine_module
+from fastjax.generation import face, text
 from fastjax.generation.engine import Engine
 from fastjax.generation.engines import Engines
 from fastjax.generation.options import GenerationOptions
@@ -158,6 +159,26 @@ def test_adapters_come_and_go_while_rows_decode(devices, caplog):
         assert answers_of(engine, both) == [expected["sums"], expected["Sums"]], "nothing of another is left"
         assert sum(array.nbytes for array in jax.live_arrays()) == held
     assert not [record.message for record in caplog.records if "Compiling" in record.message]
+
+
+def test_generate_takes_an_adapter_for_each_prompt():
+    models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
+    names = ["Sums", None, "sums", "Sums"]
+    chosen = [models[name] if name else None for name in names]
+    given = {"max_new_tokens": 10, "eos_token_id": []}
+    found = face.generate(base(), [prompts()[0]] * 4, adapter=chosen, **given)[:, len(prompts()[0]) :].tolist()
+    for name, answer in zip(names, found, strict=True):
+        assert answer == whole_passes(models[name], prompts()[0], answer).argmax(-1).tolist()
+    plain = base().replace(tokenizer=None)
+    every = text.answers(plain, [prompts()[0]] * 4, GenerationOptions(max_new_tokens=10), adapter=models["sums"])
+    assert [list(one.token_ids) for [one] in every] == [found[2]] * 4 and found[1] != found[2]
+    for wrong, message in (
+        (chosen[:2], "adapter: expected one for each of 4 prompts, got 2"),
+        ("sums", "adapter: expected a model with an adapter, as FastLanguageModel.load_adapter gives it, got 'sums'"),
+        (base(), "got one without; None chooses the base"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            face.generate(base(), [prompts()[0]] * 4, adapter=wrong, **given)
 
 
 def of_another_rank():

@@ -13,12 +13,11 @@ from fastjax.errors import ConfigError
 from fastjax.generation import engine as engine_module
 from fastjax.generation.engine import Engine
 from fastjax.generation.engines import Engines, whole_on
-from fastjax.generation.generate import generate
 from fastjax.generation.options import GenerationOptions
 from fastjax.parallel import make_mesh
 from tests.support import tiny
 from tests.support.families import CONFIGS, MIXTURES
-from tests.support.generation import whole_passes
+from tests.support.generation import answers_in_ids, whole_passes
 
 FAMILIES = {**CONFIGS, **MIXTURES}
 #: Untied and with large weights: small random models repeat a token for ever.
@@ -38,7 +37,7 @@ def small_pages(monkeypatch):
 def model(adapter=False):
     base = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True)
     targets = ["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
-    return tiny.adapted(base, lora_dropout=0.5, target_modules=targets) if adapter else base
+    return tiny.adapted(base, use_dora=True, lora_dropout=0.5, target_modules=targets) if adapter else base
 
 
 @functools.cache
@@ -113,7 +112,7 @@ def test_answers_of_one_prompt_share_its_pages(length):
     answers = {choice: [] for choice in range(4)}
     for piece in [*pieces, *engine.run()]:
         answers[piece.choice] += piece.tokens
-    assert [*answers.values()] == generate(model(), [prompt], max_new_tokens=16) * 4
+    assert [*answers.values()] == answers_in_ids(model(), [prompt], max_new_tokens=16) * 4
     assert engine._pages.free == before
 
 
@@ -130,16 +129,16 @@ def test_a_shared_prompt_stays_until_its_last_answer_ends():
     answers = {}
     for piece in [*pieces, *engine.run()]:
         answers.setdefault((piece.request, piece.choice), []).extend(piece.tokens)
-    expected = generate(model(), [prompt], max_new_tokens=16)[0]
+    expected = answers_in_ids(model(), [prompt], max_new_tokens=16)[0]
     assert answers[request, 1] == answers[request, 2] == expected
-    assert [answers[second, 0]] == generate(model(), [other], max_new_tokens=4)
+    assert [answers[second, 0]] == answers_in_ids(model(), [other], max_new_tokens=4)
     assert engine._pages.free == whole + 3 * own
 
 
 def test_answers_beyond_the_rows_wait_for_them():
     engine = Engine(model(), rows=2, steps=4)
     found = collected(engine, [(prompts()[0], GenerationOptions(max_new_tokens=6, n=5))])
-    assert [tokens_of(pieces) for pieces in found[0]] == generate(model(), [prompts()[0]], max_new_tokens=6) * 5
+    assert [tokens_of(pieces) for pieces in found[0]] == answers_in_ids(model(), [prompts()[0]], max_new_tokens=6) * 5
 
 
 def test_many_answers_and_many_prompts_come_in_together(monkeypatch):
@@ -147,7 +146,7 @@ def test_many_answers_and_many_prompts_come_in_together(monkeypatch):
     monkeypatch.setattr(engine_module, "ENTRIES", 3)
     requests = [(prompts()[place], GenerationOptions(max_new_tokens=4, n=n)) for place, n in ((0, 1), (1, 1), (3, 3))]
     found = collected(Engine(model(), rows=8, steps=4), requests)
-    expected = generate(model(), [prompt for prompt, _ in requests], max_new_tokens=4)
+    expected = answers_in_ids(model(), [prompt for prompt, _ in requests], max_new_tokens=4)
     for answers, one in zip(found, expected, strict=True):
         assert [tokens_of(pieces) for pieces in answers] == [one] * len(answers)
 
@@ -158,7 +157,7 @@ def test_several_devices_answer_as_one():
     assert [engine._state.rows.lengths.devices() for engine in engines.engines] == [{each} for each in devices]
     requests = [(prompt, GenerationOptions(max_new_tokens=6, n=2)) for prompt in prompts()[:4]]
     found = collected(engines, requests)
-    expected = generate(model(adapter=True), prompts()[:4], max_new_tokens=6)
+    expected = answers_in_ids(model(adapter=True), prompts()[:4], max_new_tokens=6)
     for answers, one in zip(found, expected, strict=True):
         assert [tokens_of(pieces) for pieces in answers] == [one] * 2
     assert engines._left == [0, 0, 0] and not engines.busy
@@ -173,13 +172,13 @@ def test_a_model_on_all_devices_answers_on_all_of_them():
     everywhere = jax.device_put((model().trainable, model().frozen), NamedSharding(mesh, P()))
     copied = model().replace(trainable=everywhere[0], frozen=everywhere[1])
     assert len(whole_on(copied)) == 4 and whole_on(model()) == []
-    expected = generate(model(), prompts()[:3], max_new_tokens=5)
-    assert generate(copied, prompts()[:3], max_new_tokens=5) == expected
+    expected = answers_in_ids(model(), prompts()[:3], max_new_tokens=5)
+    assert answers_in_ids(copied, prompts()[:3], max_new_tokens=5) == expected
     split = jax.tree.map(
         lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("fsdp") if leaf.shape[0] % 2 == 0 else P())),
         model().frozen,
     )
-    assert generate(model().replace(frozen=split), prompts()[:3], max_new_tokens=5) == expected
+    assert answers_in_ids(model().replace(frozen=split), prompts()[:3], max_new_tokens=5) == expected
 
 
 def test_sampled_answers_need_no_neighbours():
@@ -196,7 +195,7 @@ def test_sampled_answers_need_no_neighbours():
 
 
 def test_a_stop_token_ends_an_answer_and_is_told():
-    (free,) = generate(model(), [prompts()[0]], max_new_tokens=12)
+    (free,) = answers_in_ids(model(), [prompts()[0]], max_new_tokens=12)
     options = GenerationOptions(max_new_tokens=12, stop_tokens=(free[5], free[8]))
     end = min(free.index(free[5]), free.index(free[8]))
     ((pieces,),) = collected(Engine(model(), rows=1, steps=4), [(prompts()[0], options)])
@@ -230,7 +229,7 @@ def test_a_cancelled_answer_gives_back_its_room_and_hurts_nobody():
         (waits, 0, "cancelled"),
     ]
     answer = [token for piece in pieces if piece.request == second for token in piece.tokens]
-    assert [answer] == generate(model(), [prompts()[0]], max_new_tokens=12)
+    assert [answer] == answers_in_ids(model(), [prompts()[0]], max_new_tokens=12)
 
 
 def test_a_cache_in_float8_changes_a_little():

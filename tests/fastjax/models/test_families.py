@@ -13,7 +13,6 @@ from convert.families import FAMILIES, family_for
 from convert.families.mapping import read_config
 from convert.model.reader import ACTIVATIONS
 from fastjax.execution import load
-from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
 from fastjax.lora.export import export_adapters
@@ -22,6 +21,7 @@ from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny
 from tests.support.families import CONFIGS, MIXTURES, NESTED
 from tests.support.family_variants import IDLE, MIXTURE_VARIANTS, SPELLINGS, VARIANTS
+from tests.support.generation import answers_in_ids
 
 EVERY = {**CONFIGS, **MIXTURES}
 
@@ -164,7 +164,7 @@ def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
     model = tiny.model(folders(family), None, max_seq_length=64, **linear)
     (prompt,) = tiny.documents(EVERY[family], (33,))
-    (answer,) = generate(model, [prompt.tolist()], max_new_tokens=6, temperature=0.0)
+    (answer,) = answers_in_ids(model, [prompt.tolist()], max_new_tokens=6, temperature=0.0)
     row = np.concatenate([prompt, np.asarray(answer, np.int32)])
     likeliest = tiny.logits(model, row[None])[0].argmax(-1)
     assert likeliest[len(prompt) - 1 : -1].tolist() == answer

@@ -22,7 +22,6 @@ from convert.model.spec import Row, layer_row
 from fastjax import FastLanguageModel
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
-from fastjax.generation.generate import generate
 from fastjax.language_model.saving import save_pretrained
 from fastjax.lora.params import BaseParam
 from fastjax.models import caching
@@ -32,6 +31,7 @@ from fastjax.models.mixers import MIXERS
 from fastjax.parallel import make_mesh
 from fastjax.training.step import init_state
 from tests.support import steps, tiny
+from tests.support.generation import answers_in_ids
 
 TAPS = 3
 BLOCK = "recurrence"
@@ -173,7 +173,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path, layer_loop):
 def test_generation_gives_the_tokens_of_whole_passes(tmp_path):
     found = model(tmp_path)
     prompts = [[7, 9, 11, 13, 17], [5], list(range(20, 40))]
-    answers = generate(found, prompts, max_new_tokens=9)
+    answers = answers_in_ids(found, prompts, max_new_tokens=9)
     decoder = found.module()
     for prompt, answer in zip(prompts, answers, strict=True):
         row = jnp.asarray([prompt + answer], jnp.int32)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fastjax.generation.generate import generate
 from tests.support import tiny
+from tests.support.generation import answers_in_ids
 
 torch = pytest.importorskip("torch")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
@@ -37,9 +37,9 @@ def test_greedy_answers_equal_transformers(layer_loop):
     assert len({tuple(row) for row in expected}) == len(prompts)
     assert all(len(set(row)) > 10 for row in expected), "the answers go round in circles"
     model = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, layer_loop=layer_loop)
-    found = generate(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW)
+    found = answers_in_ids(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW)
     assert found == expected
-    alone = generate(model, [prompts[2].tolist()], max_new_tokens=NEW)
+    alone = answers_in_ids(model, [prompts[2].tolist()], max_new_tokens=NEW)
     assert alone == [expected[2]], "neighbours in the batch change an answer"
 
 
@@ -50,7 +50,7 @@ def test_a_row_ends_at_its_stop_token():
     stops = [free[0][5], free[1][9]]
     expected = torch_answers(reference, prompts, eos_token_id=stops)
     model = tiny.model(tiny.shared_folder(**CHANGES), CONFIG)
-    found = generate(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW, stop_tokens=stops)
+    found = answers_in_ids(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW, stop_tokens=stops)
     for row, theirs in zip(found, expected, strict=True):
         end = next((n for n, token in enumerate(theirs) if token in stops), len(theirs))
         assert row == theirs[:end]
