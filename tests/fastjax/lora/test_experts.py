@@ -82,6 +82,21 @@ def test_equals_every_expert_on_every_token(compare, name, kind):
     compare(*operands(name, kind, jnp.float32))
 
 
+@pytest.mark.parametrize("name, kind", [("both", "nf4"), ("clamped with biases", jnp.float32)])
+def test_one_token_reads_its_experts_alone(name, kind):
+    """As among many tokens, where no more experts are chosen than half of them: the others may be NaN."""
+    maker = Maker()
+    block, arrays = make(maker, name, kind)
+    x, (weights, experts) = maker.normal(TOKENS, WIDTH), routing()
+    every = routed_experts(block, x, weights, experts, arrays)
+    for token in (0, 7):
+        others = jnp.array([number for number in range(EXPERTS) if number not in experts[token]])
+        poisoned = {part: tuple(m.at[others].set(jnp.nan) for m in pair) for part, pair in arrays.matrices.items()}
+        one = (value[token : token + 1] for value in (x, weights, experts))
+        alone = jax.jit(routed_experts, static_argnums=0)(block, *one, arrays._replace(matrices=poisoned))
+        assert max(distance([alone], [every[token : token + 1]])) < 1e-6
+
+
 @pytest.mark.exhaustive("biases")
 @pytest.mark.parametrize("name", ["both", "biases"])  # in 16 bits a value on the clamp's edge has either derivative
 def test_in_16_bits(name):
