@@ -139,16 +139,21 @@ def _quantize(model: str, out: Path, scheme: str, plain_scales: bool, max_shard_
 
 def _gguf(model: str, out: Path, **options: Any) -> None:
     from convert.gguf import export_gguf, require_gguf
+    from fastjax.data.modelfile import write_modelfile
 
     require_gguf()  # before a model is downloaded
+    folder = _folder(model)
     with _progress("exporting") as monitor:
-        exported = export_gguf(_folder(model), out, monitor=monitor, **options)
+        exported = export_gguf(folder, out, monitor=monitor, **options)
     for note in exported.notes:
         print(f"note: {note}")
     if exported.kept:
         print(f"{exported.kept} tensors were there from an interrupted conversion")
     kinds = ", ".join(f"{count} tensors in {name}" for name, count in exported.types.items())
     print(f"{exported.file}: {kinds}, {_bytes(exported.bytes)}, read back and compared")
+    written = write_modelfile(exported.file, folder, force=options["force"])
+    kept = exported.file.with_suffix(".Modelfile")
+    print(f"for Ollama: {written}" if written else f"note: {kept} is there already and stays; --force replaces it")
 
 
 def _adapter(source: str, out: Path, step: int | None, force: bool, config: str | None) -> None:

@@ -99,10 +99,9 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
     with console.status("asking the fine-tuned model"):
         after = _score(tuned.model, prompts, expected)
     _show(console, prompts, expected, before, after)
-    command = f"fastjax generate --model {shlex.quote(config.model.model_name)} --load_in_4bit"
     console.print(
-        f"The adapter is in {tuned.folder} (PEFT format). Ask it something:\n"
-        f"  {command} --adapter {shlex.quote(str(tuned.folder))} --prompt {shlex.quote(prompts[0])}",
+        f"The adapter is in {tuned.folder} (PEFT format). Talk to it, and ask it such as {shlex.quote(prompts[0])}:\n"
+        f"  fastjax chat {shlex.quote(config.output.output_dir)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -41,9 +41,11 @@ def main(argv: Sequence[str]) -> None:
         return
     console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
-    command, _ = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
-    gap = "\n" if "\n" in command else " "  # code of Python
-    console.print(f"use it:{gap}{command}", highlight=False, soft_wrap=True, markup=False)
+    ways = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
+    console.print(f"use it:\n{ways.own}", highlight=False, soft_wrap=True, markup=False)
+    if ways.servers:
+        told = f"with vLLM, llama.cpp or Ollama:\n{ways.servers}"
+        console.print(told, highlight=False, soft_wrap=True, markup=False)
     if (packing := _packing(result)) is not None:
         console.print(packing, highlight=False, soft_wrap=True, markup=False)
 

@@ -21,6 +21,7 @@ from convert.gguf import TYPES, export_gguf, require_gguf
 from convert.merge import merge
 from convert.saving import save
 from fastjax.data.encoding import Encoder
+from fastjax.data.modelfile import write_modelfile
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError, DataError
 from fastjax.execution.language_model import LanguageModel, check_logits
@@ -159,6 +160,8 @@ def save_pretrained_gguf(
 ) -> Path:
     """Write a GGUF file for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
 
+    Beside it stands a Modelfile for Ollama (`fastjax.data.modelfile`).
+
     Args:
         model: with an adapter, or trained whole.
         folder: of the file; created.
@@ -194,6 +197,7 @@ def save_pretrained_gguf(
         else:
             save_pretrained_merged(model, whole, save_method="merged_16bit", base_in_nf4=base_in_nf4)
         export_gguf(whole, file, type=kind, skip=skip, pre_tokenizer=pre_tokenizer, force=force)
+        write_modelfile(file, whole, force=force)
     return file
 
 

@@ -82,7 +82,7 @@ class Reporting:
             config=dataclasses.asdict(run.config),
             statistics=run.data.statistics(),
             environment=environment,
-            result=result if self.status == "finished" else [],
+            result=result.blocks if self.status == "finished" else [],
             status=self.status,
             console=run.console,
         )

@@ -1,10 +1,11 @@
-"""Commands for a run's result: on the command line (of a reward model: Python), and with Hugging Face's libraries."""
+"""Commands for a run's result: this project's, with Hugging Face's libraries, and those of other servers."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from convert.families import FAMILIES, family_for
 from convert.families.mapping import read_config
@@ -18,8 +19,27 @@ _CONVERT = "# transformers does not bring this base into 4 bits: fastjax convert
 _MERGE = "# transformers does not hold a mixture's experts in 4 bits as the run did; merge into the run's base before:"
 
 
-def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> list[str]:
-    """A command and Python code that load the trained weights over their base.
+class Usage(NamedTuple):
+    """Ways to use a run's result.
+
+    Attributes:
+        own: this project's commands, a line each; of a reward model code of Python.
+        python: code that loads it with Hugging Face's libraries.
+        servers: commands for vLLM, llama.cpp and Ollama; "": it has none.
+    """
+
+    own: str
+    python: str
+    servers: str
+
+    @property
+    def blocks(self) -> list[str]:
+        """All of them, for a report."""
+        return [text for text in self if text]
+
+
+def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> Usage:
+    """Commands and Python code that load the trained weights over their base.
 
     Args:
         config: the settings of the run.
@@ -52,8 +72,50 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
     if any("torch." in line for line in lines):
         libraries.insert(0, "import torch")
     python = "\n".join([*libraries, "", *lines])
-    command = _scoring(config, result) if scores else shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
-    return [command, python]
+    if scores:
+        return Usage(_scoring(config, result), python, "")
+    generate = shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
+    serve = shlex.join(["fastjax", "serve", *options])
+    own = f"fastjax chat {shlex.quote(result)}\n{serve}\n{generate}"
+    return Usage(own, python, _servers(config, folder, base))
+
+
+def _servers(config: TrainConfig, folder: Path, base: Mapping[str, Any]) -> str:
+    """Commands for other servers, which take an adapter merged into its base."""
+    model = config.model
+    if model.rope_scaling is not None and not model.full_finetuning:
+        return ""  # the merged folder does not have it
+    whole = folder if model.full_finetuning else folder.with_name(f"{folder.name}-merged")
+    lines = []
+    if not model.full_finetuning:
+        lines.append(f"{shlex.join(_merge_command(model, base, str(folder), str(whole)))}  # for all of the following")
+    lines.append(f"vllm serve {shlex.quote(str(whole))}")
+    family = FAMILIES.get(base.get("model_type", ""))
+    if family is None or isinstance(family.gguf, str):
+        return "\n".join(lines)
+    gguf = str(whole.with_name(f"{whole.name}-q8_0.gguf"))
+    modelfile = str(Path(gguf).with_suffix(".Modelfile"))
+    named = config.output.run_name or Path(config.output.output_dir).name
+    name = re.sub(r"[^a-z0-9._-]+", "-", named.lower()).strip("-._") or "model"
+    lines += [
+        shlex.join(["fastjax", "convert", "gguf", str(whole), gguf, "--type", "q8_0"]),
+        f"llama-server -m {shlex.quote(gguf)} --jinja",
+        shlex.join(["ollama", "create", name, "-f", modelfile]) + f" && ollama run {name}",
+    ]
+    return "\n".join(lines)
+
+
+def _merge_command(model: ModelSection, config: Mapping[str, Any], result: str, out: str) -> list[str]:
+    """The command that merges an adapter into its base as the run held it."""
+    command = ["fastjax", "convert", "merge", model.model_name, result, out]
+    if model.in_nf4 and not _has_4_bits(config):
+        command.append("--base_in_nf4")
+        if model.float32_modules:
+            parsed = read_config(config)
+            in_float32 = module_paths(model.float32_modules, parsed)
+            skipped = [s.path.module for s in parsed.specs if s.kind in QUANTIZED and s.path.module in in_float32]
+            command += ["--skip", *skipped] if skipped else []
+    return command
 
 
 def _scoring(config: TrainConfig, result: str) -> str:
@@ -111,13 +173,7 @@ def _merged(
     model: ModelSection, config: Mapping[str, Any], result: str, dtype: str, auto: str
 ) -> tuple[list[str], set[str]]:
     """Code that loads the base with the adapter merged into it, and its imports from transformers."""
-    command = ["fastjax", "convert", "merge", model.model_name, result, "merged"]
-    if not _has_4_bits(config):
-        command.append("--base_in_nf4")
-        parsed = read_config(config)
-        in_float32 = module_paths(model.float32_modules or (), parsed)
-        skipped = [s.path.module for s in parsed.specs if s.kind in QUANTIZED and s.path.module in in_float32]
-        command += ["--skip", *skipped] if skipped else []
+    command = _merge_command(model, config, result, "merged")
     if config.get("dtype", config.get("torch_dtype")) != dtype:
         command += ["--dtype", dtype]
     options, names = {}, set()

@@ -186,7 +186,7 @@ def test_a_gguf_file(loaded, tmp_path):
     assert (
         file.read_bytes()[:4] == b"GGUF"
         and file.name == "gguf-q8_0.gguf"
-        and list((tmp_path / "gguf").iterdir()) == [file]
+        and {*(tmp_path / "gguf").iterdir()} == {file, file.with_suffix(".Modelfile")}
     )
     skipping = {"quantization_method": "q8_0", "pre_tokenizer": "llama-bpe", "skip": ["down_proj"]}
     other = loaded[0].save_pretrained_gguf(tmp_path / "other", loaded[1], **skipping)

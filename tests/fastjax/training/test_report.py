@@ -28,6 +28,7 @@ from fastjax.training.report.facts import headline, list_evaluations, list_event
 from fastjax.training.report.history import History, Spike, find_spikes, smooth
 from fastjax.training.report.panels import panels
 from fastjax.training.report.settings import list_settings
+from tests.support import tiny
 from tests.support.families import MIXTURES
 from tests.support.pages import check_self_contained, embedded_charts
 
@@ -73,7 +74,7 @@ def report(folder, found: list[dict], status: str = "finished"):
         config=dataclasses.asdict(CONFIG),
         statistics={"train": "3 examples & more"},
         environment={"device": "NVIDIA H200"},
-        result=usage(CONFIG, folder / "adapter", {"dtype": "bfloat16"}, "bfloat16"),
+        result=usage(CONFIG, folder / "adapter", {"dtype": "bfloat16"}, "bfloat16").blocks,
         status=status,
         console=Console(stderr=True),
     )
@@ -313,18 +314,30 @@ def test_settings():
 
 
 def test_usage(tmp_path):
-    command, python = usage(CONFIG, tmp_path / "my adapter", {"dtype": "bfloat16"}, "bfloat16")
-    assert (
-        command
-        == f"fastjax generate --model path/to/base --adapter '{tmp_path}/my adapter' --load_in_4bit --prompt '…'"
-    )
-    compile(python, "usage", "exec")
-    whole = dataclasses.replace(
-        CONFIG, model=ModelSection("base", full_finetuning=True, load_in_4bit=False, dtype="float16")
-    )
-    command, python = usage(whole, tmp_path / "model", {}, "float16")
-    assert command == f"fastjax generate --model {tmp_path}/model --dtype float16 --prompt '…'"
-    assert "peft" not in python and "AutoTokenizer.from_pretrained" in python
+    ways = usage(CONFIG, tmp_path / "my adapter", {"dtype": "bfloat16", "model_type": "llama"}, "bfloat16")
+    folder = f"'{tmp_path}/my adapter'"
+    merged, file = f"'{tmp_path}/my adapter-merged'", f"{tmp_path}/my adapter-merged-q8_0"
+    assert ways.own.splitlines() == [
+        f"fastjax chat {folder}",
+        f"fastjax serve --model path/to/base --adapter {folder} --load_in_4bit",
+        f"fastjax generate --model path/to/base --adapter {folder} --load_in_4bit --prompt '…'",
+    ]
+    assert ways.servers.splitlines() == [
+        f"fastjax convert merge path/to/base {folder} {merged} --base_in_nf4  # for all of the following",
+        f"vllm serve {merged}",
+        f"fastjax convert gguf {merged} '{file}.gguf' --type q8_0",
+        f"llama-server -m '{file}.gguf' --jinja",
+        f"ollama create a-b-run-b -f '{file}.Modelfile' && ollama run a-b-run-b",
+    ]
+    compile(ways.python, "usage", "exec")
+    section = ModelSection("base", full_finetuning=True, load_in_4bit=False, dtype="float16")
+    ways = usage(dataclasses.replace(CONFIG, model=section), tmp_path / "model", {}, "float16")
+    assert ways.own.splitlines()[-1] == f"fastjax generate --model {tmp_path}/model --dtype float16 --prompt '…'"
+    assert ways.servers == f"vllm serve {tmp_path}/model"  # no family that llama.cpp is known to have
+    assert "peft" not in ways.python and "AutoTokenizer.from_pretrained" in ways.python
+    scaled = ModelSection("base", rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    llama = tiny.config() | {"rope_scaling": scaled.rope_scaling, "dtype": "bfloat16"}
+    assert usage(dataclasses.replace(CONFIG, model=scaled), tmp_path / "a", llama, "bfloat16").servers == ""
 
 
 INT4 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}}
@@ -343,7 +356,7 @@ INT4 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights":
 )  # fmt: skip
 def test_the_base_is_loaded_as_the_run_held_it(changes, base, dtype, expected):
     config = dataclasses.replace(CONFIG, model=ModelSection("base", **changes))
-    _, python = usage(config, Path("adapter"), base, dtype)
+    python = usage(config, Path("adapter"), base, dtype).python
     (line,) = [line for line in python.splitlines() if line.startswith("model = AutoModel")]
     assert line.endswith(expected)
     assert ("BitsAndBytesConfig(" in python) == ("settings" in expected)
@@ -363,13 +376,12 @@ def test_an_adapter_on_a_mixture_in_4_bits_is_merged(quantization, dtype, expect
     """transformers leaves experts in 16 bits under BitsAndBytesConfig: PEFT's lines would load another model."""
     section = ModelSection("base", float32_modules=["layers.1.self_attn.q_proj", "norm"])
     base = MIXTURES["olmoe"] | ({} if quantization is None else {"quantization_config": quantization})
-    _, python = usage(dataclasses.replace(CONFIG, model=section), Path("adapter"), base, dtype)
+    python = usage(dataclasses.replace(CONFIG, model=section), Path("adapter"), base, dtype).python
     assert f"# fastjax convert merge base adapter merged {expected}".rstrip() in python.splitlines()
     assert 'model = AutoModelForCausalLM.from_pretrained("merged")' in python
     assert "peft" not in python and "BitsAndBytes" not in python
-    _, plain = usage(
-        dataclasses.replace(CONFIG, model=ModelSection("base", load_in_4bit=False)), Path("a"), base, dtype
-    )
+    whole = dataclasses.replace(CONFIG, model=ModelSection("base", load_in_4bit=False))
+    plain = usage(whole, Path("a"), base, dtype).python
     assert "PeftModel.from_pretrained" in plain and "merge" not in plain
 
 
