@@ -29,6 +29,7 @@ from fastjax.generation.sampling import Picked, Told
 from fastjax.generation.state import Prompts, empty_state, has_axis
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.models.caching import PAGE, empty_states
+from fastjax.parallel.islands import several_devices
 
 #: The most tokens of prompts that a call takes in; the fewest; and the most answers whose prompts are.
 CHUNK, LEAST, ENTRIES = 8192, 32, 64
@@ -254,6 +255,9 @@ class Engine:
 
         Returns:
             What came, in the order of the rows' answers.
+
+        Raises:
+            ConfigError: in a mesh of several devices (`jax.set_mesh`).
         """
         pieces, self._ended = self._ended, []
         self._admit()
@@ -331,6 +335,12 @@ class Engine:
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
+        if several_devices():
+            shape = {name: size for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
+            raise ConfigError(
+                f"generate: expected no mesh of several devices around it (jax.set_mesh), got {shape}; a model whose "
+                "arrays are split over devices answers without one, and generation.Engines answers on several"
+            )
         if self._bound is None or self._bound[0] is not self.model:
             self._bound = self.model, BoundDecoder.of(self.model)
         return program(self._bound[1], self._state, *arguments, **static)

@@ -141,14 +141,9 @@ class Attention(nnx.Module):
         self, q: Float[Array, "B H D"], state: KeysValues | Rings, slots: Slots
     ) -> Float[Array, "B H D"]:
         """Attention of one token a row."""
-
-        def attend(q, state, slots, sinks):
-            keys, values, table = state.paged(slots)
-            options = {"layer": slots.layer, "sinks": sinks, **self._options()}
-            return paged_attention(q, keys, values, table, slots.lengths, **options)
-
-        island = local(attend, in_specs=(P(),) * 4, out_specs=P())
-        return island(q, state, slots, self._sink_logits())
+        keys, values, table = state.paged(slots)
+        options = {"layer": slots.layer, "sinks": self._sink_logits(), **self._options()}
+        return paged_attention(q, keys, values, table, slots.lengths, **options)
 
     def _attend_to_rows(self, q: Float[Array, "B S H D"], seen: Seen, slots: Slots) -> Float[Array, "B S H D"]:
         """Attention of several tokens of rows that have others before."""

@@ -172,6 +172,10 @@ def test_a_model_on_all_devices_answers_on_all_of_them():
     everywhere = jax.device_put((model().trainable, model().frozen), NamedSharding(mesh, P()))
     copied = model().replace(trainable=everywhere[0], frozen=everywhere[1])
     assert len(whole_on(copied)) == 4 and whole_on(model()) == []
+    for axis in ("tensor", "fsdp"):
+        message = rf"expected no mesh of several devices around it \(jax.set_mesh\), got {{'{axis}': 2}}; a model"
+        with jax.set_mesh(make_mesh(**{axis: 2})), pytest.raises(ConfigError, match=message):
+            answers_in_ids(model(), [[1]], max_new_tokens=1)
     expected = answers_in_ids(model(), prompts()[:3], max_new_tokens=5)
     assert answers_in_ids(copied, prompts()[:3], max_new_tokens=5) == expected
     split = jax.tree.map(
