@@ -7,6 +7,7 @@ waits. The pages that an answer may need are set aside when it begins, so no ans
 """
 
 import collections
+import concurrent.futures
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -226,17 +227,29 @@ class Engine:
             self._waiting.appendleft(one)
 
     def warm_up(self) -> None:
-        """Compile every program that requests may need, before the first one comes; of an engine that is not busy."""
+        """Compile every program that requests may need, side by side, before the first one comes.
+
+        The engine is not busy.
+        """
         longest = min(self._chunk, self.max_length)
         widths = {_bucket(min(1 << power, longest), self._chunk) for power in range(self._chunk.bit_length())}
-        pieces = {False} if self.max_length > self._chunk else set()
-        for width in sorted(widths):
-            for packed in {self._packs} | pieces:
-                empty = self._arrays([], [], width)
-                self._state, *_ = self._call(prefill, empty, packed=packed)
+        kinds = {self._packs} | ({False} if self.max_length > self._chunk else set())
+        calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+            (prefill, (self._arrays([], [], width),), {"packed": packed})
+            for width in sorted(widths)
+            for packed in kinds
+        ]
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
-            self._state, _ = self._call(decode, where, np.int32(self.steps), np.int32(1), most=self.steps)
+            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), {"most": self.steps}))
+        decoder = self._decoder()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            # The call of an equal signature finds what was compiled.
+            lowered = (program.lower(decoder, self._state, *arrays, **static) for program, arrays, static in calls)
+            for compiled in [pool.submit(each.compile) for each in lowered]:
+                compiled.result()
+        for program, arrays, static in calls:
+            self._state, *_ = self._call(program, *arrays, **static)
 
     def run(self, steps: int | None = None) -> Iterator[Piece]:
         """Step until all requests are answered.
@@ -335,6 +348,10 @@ class Engine:
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
+        return program(self._decoder(), self._state, *arguments, **static)
+
+    def _decoder(self) -> BoundDecoder:
+        """The model's arrays, bound once for each value of it."""
         if several_devices():
             shape = {name: size for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1}
             raise ConfigError(
@@ -343,7 +360,7 @@ class Engine:
             )
         if self._bound is None or self._bound[0] is not self.model:
             self._bound = self.model, BoundDecoder.of(self.model)
-        return program(self._bound[1], self._state, *arguments, **static)
+        return self._bound[1]
 
     def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded, *, first: bool = False) -> list[Piece]:
         """Pieces of some answers, their first or later ones; those that ended give back their rows."""
