@@ -35,6 +35,13 @@ _CALLS = {
     "mistral, names first": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}",
     "deepseek": "{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"
     "{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% if loop.last %}<｜tool▁calls▁end｜>{% endif %}",
+    "gemma": "<|tool_call>call:{{ f.name }}{{ '{' }}"
+    + _ARGUMENTS
+    + "{{ ',' if not loop.first }}{{ key }}:{{ '<|\"|>' + value + '<|\"|>' if value is string else value | tojson }}"
+    "{% endfor %}}<tool_call|>",
+    "lfm": "{{ '<|tool_call_start|>[' if loop.first else ', ' }}{{ f.name }}("
+    + _ARGUMENTS
+    + "{{ ', ' if not loop.first }}{{ key }}={{ value | tojson }}{% endfor %}){{ ']<|tool_call_end|>' if loop.last }}",
     "kimi": "{% if loop.first %}<|tool_calls_section_begin|>{% endif %}<|tool_call_begin|>functions.{{ f.name }}:"
     "{{ loop.index0 }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
     "{% if loop.last %}<|tool_calls_section_end|>{% endif %}",

@@ -25,6 +25,21 @@ class ArgumentFormat:
 
 
 @dataclasses.dataclass(frozen=True)
+class LiteralFormat:
+    """How arguments are written as literals: `KEY='VALUE', KEY=5)` as in Python, `KEY:<|"|>VALUE<|"|>,KEY:5}`.
+
+    Attributes:
+        assign: the text between a name and its value.
+        quote: the text around strings; one of a single character has Python's escapes.
+        closing: the bracket behind the last one.
+    """
+
+    assign: str
+    quote: str
+    closing: str
+
+
+@dataclasses.dataclass(frozen=True)
 class CallFormat:
     """How calls are written.
 
@@ -36,7 +51,9 @@ class CallFormat:
         name_key: of a call that is one JSON object, the key of its name; "": the name is the key of the arguments;
             None: it is no such object.
         arguments_key: likewise, of its arguments.
-        argument: of arguments that are no JSON object, how each is written.
+        argument: of arguments in tags, how each is written.
+        literal: of arguments that are literals, how they are written.
+        follows: whether further calls follow behind a comma, without the text before the first.
     """
 
     opening: str
@@ -46,6 +63,8 @@ class CallFormat:
     name_key: str | None = None
     arguments_key: str = ""
     argument: ArgumentFormat | None = None
+    literal: LiteralFormat | None = None
+    follows: bool = False
 
     @functools.cached_property
     def markers(self) -> tuple[str, ...]:
@@ -64,7 +83,7 @@ class CallFormat:
     def heads(self) -> tuple["Head", ...]:
         """Beginnings of a call whose name stands before its arguments: with what opens all of them, and without."""
         texts = [self.opening + self.before, self.before] if self.opening.strip() else [self.before]
-        return tuple(Head(text, self.between) for text in texts)
+        return tuple(Head(text, self.between) for text in [*texts, *[""] * self.follows])
 
 
 class Head:

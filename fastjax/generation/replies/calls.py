@@ -9,18 +9,13 @@ import re
 from collections.abc import Generator
 
 from fastjax.generation.replies.call_format import ArgumentFormat, CallFormat, loose
+from fastjax.generation.replies.literals import Literals, Reading
+from fastjax.generation.replies.not_a_call import NotACallError
 from fastjax.generation.replies.sink import Sink, Tools
-
-Reading = Generator[None, str, str]
-"""Takes characters; returns the one behind what was read."""
 
 HEAD = 1024
 """Characters of a call up to its arguments, at most."""
 _OTHER_KEYS = {"id", "type", "index", "tool_call_id"}
-
-
-class NotACallError(Exception):
-    """A text that is none of the format's calls."""
 
 
 class CallReader:
@@ -97,6 +92,11 @@ class CallReader:
         head = self._name or (yield from self._head(form))
         if form.argument is not None:
             return (yield from self._tagged(head, form.argument, form.closers))
+        if form.literal is not None:
+            self._begin(head)
+            yield from Literals(self._next, self._sink.argue, form.literal).read()
+            self._whole = True
+            return ""
         if (yield from self._behind_space()) != "{":
             raise NotACallError
         self._begin(head)

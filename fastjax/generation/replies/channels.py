@@ -5,9 +5,10 @@
 
 import re
 
-from fastjax.generation.replies.calls import CallReader, NotACallError
+from fastjax.generation.replies.calls import CallReader
 from fastjax.generation.replies.format import CHANNEL_MARKERS, ReplyFormat
 from fastjax.generation.replies.markers import Markers
+from fastjax.generation.replies.not_a_call import NotACallError
 from fastjax.generation.replies.sink import Sink, Tools
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS = CHANNEL_MARKERS

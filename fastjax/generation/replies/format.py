@@ -61,6 +61,7 @@ class ReplyFormat:
             found += [self.calls.between, *self.calls.closing]
             argument = self.calls.argument
             found += [] if argument is None else [argument.before, argument.text_between or "", argument.after]
+            found += [] if self.calls.literal is None else [self.calls.literal.quote]
         return frozenset(found)
 
     def parts_reply(self, name: str) -> bool:

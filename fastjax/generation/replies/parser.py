@@ -7,10 +7,11 @@ its name, is held back; all else is told at once. An event costs the same, howev
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from fastjax.generation.replies.calls import CallReader, NotACallError
+from fastjax.generation.replies.calls import CallReader
 from fastjax.generation.replies.channels import ChannelReader
 from fastjax.generation.replies.format import ReplyFormat
 from fastjax.generation.replies.markers import Markers
+from fastjax.generation.replies.not_a_call import NotACallError
 from fastjax.generation.replies.reply import Delta, Reply
 from fastjax.generation.replies.sink import Sink, Tools
 
@@ -187,13 +188,13 @@ class _TagReader:
     def _between_calls(self) -> bool:
         """Leave out what ends calls, up to the next one or the content behind them."""
         assert self._calls is not None
-        listed = self._calls.name_key is not None
-        text = self._text.lstrip(" \n\r\t,;]" if listed else " \n\r\t")
+        listed, follows = self._calls.name_key is not None, self._calls.follows
+        text = self._text.lstrip(" \n\r\t,;]" if listed or follows else " \n\r\t")
         self._text = text
         if not text:
             return False
-        if listed and text[0] == "{":
-            self._call, self._text = CallReader(self._calls, self._tools, self._sink, "{"), text[1:]
+        if (listed and text[0] == "{") or (follows and text[0].isidentifier()):
+            self._call, self._text = CallReader(self._calls, self._tools, self._sink, text[0]), text[1:]
             return True
         ends = sorted((*self._calls.markers, *self._calls.closers), key=len, reverse=True)
         if any(len(text) < len(end) and end.startswith(text) for end in ends):

@@ -13,10 +13,10 @@ from typing import Any
 from fastjax.data.records import Message
 from fastjax.data.template import ChatTemplate
 from fastjax.errors import DataError
-from fastjax.generation.replies.call_format import ArgumentFormat, CallFormat, loose
+from fastjax.generation.replies.call_format import ArgumentFormat, CallFormat, LiteralFormat, loose
 
 _THOUGHT, _CONTENT = "thoughtprobe", "contentprobe"
-_NAMES, _KEYS = ("nameprobe", "nomenprobe"), ("keyprobe", "clefprobe")
+_NAMES, _KEYS = ("nameprobe", "nomenprobe"), ("clefprobe", "keyprobe")
 _TEXTS, _NUMBER = ("valueprobe", "wertprobe"), 731
 _IDS = ("731731731", "731731732")
 _ASKED: Message = {"role": "user", "content": "question"}
@@ -77,7 +77,8 @@ class Probes:
                 continue
             text, end = said
             with contextlib.suppress(ValueError):
-                form = _object(text, end, count) or _named(text, end, count) or _tagged(text, end, count)
+                forms = (read(text, end, count) for read in (_object, _named, _tagged, _literal))
+                form = next((form for form in forms if form is not None), None)
                 return form if form and (form.markers or form.name_key is not None) else None
         return None
 
@@ -196,6 +197,31 @@ def _tagged(text: str, end: str, count: int) -> CallFormat | None:
         spans = [(name, number + len(str(_NUMBER)) + len(after))]
     opening, begun, closing = _parted(text, spans, end)
     return CallFormat(opening, begun, between, closing, argument=argument)
+
+
+def _literal(text: str, end: str, count: int) -> CallFormat | None:
+    """Calls whose arguments are literals in brackets."""
+    name = text.index(_NAMES[0])
+    first, value = text.index(_KEYS[0], name), text.index(_TEXTS[0], name)
+    second = text.index(_KEYS[1], value)
+    number = text.index(str(_NUMBER), second)
+    bracket = text[name + len(_NAMES[0]) : first]
+    assign = text[second + len(_KEYS[1]) : number].strip()
+    quote = text[first + len(_KEYS[0]) : value].strip().removeprefix(assign)
+    behind = text[value + len(_TEXTS[0]) : second]
+    closing = {"(": ")", "{": "}"}.get(bracket.strip(), "")
+    if not (closing and assign and quote and behind.startswith(quote) and behind[len(quote) :].strip() == ","):
+        return None
+    ends = [text.index(closing, number) + 1]
+    spans = [(name, ends[0])]
+    if count == 2:
+        again = text.index(_NAMES[1], ends[0])
+        spans.append((again, text.index(closing, text.index(_TEXTS[1], again)) + 1))
+    opening, before, closings = _parted(text, spans, end)
+    follows = count == 2 and text[ends[0] : spans[1][0]].strip() == ","
+    return CallFormat(
+        opening, before, bracket, closings, literal=LiteralFormat(assign, quote, closing), follows=follows
+    )
 
 
 def _parted(text: str, spans: list[tuple[int, int]], end: str) -> tuple[str, str, tuple[str, ...]]:

@@ -191,7 +191,10 @@ def test_what_trls_templates_write_is_read():
     """Templates that TRL ships: thoughts and calls, written by the template and read again."""
     trl = pytest.importorskip("trl", reason="TRL is in the environment with torch")
     files = sorted((Path(str(importlib.util.find_spec(trl.__name__).origin)).parent / "chat_templates").glob("*.jinja"))
-    calls, counts = [("get_weather", {"city": HARD, "days": 3}), ("look", {"city": "b"})], dict.fromkeys("tc", 0)
+    calls, counts = (
+        [("get_weather", {"city": HARD.replace("\\", "/"), "days": 3}), ("look", {"city": "b"})],
+        dict.fromkeys("tc", 0),
+    )
     for file in files:
         source = file.read_text("utf-8")
         special = real_templates.special_tokens(source)
@@ -212,4 +215,4 @@ def test_what_trls_templates_write_is_read():
             expected = ("thought", "answer", []) if kind == "t" else (reply.reasoning, "", calls)
             assert plain(reply) == expected, (file.name, text)
             counts[kind] += 1
-    assert counts["t"] >= 12 and counts["c"] >= 12, counts
+    assert counts["t"] >= 15 and counts["c"] >= 20, counts
