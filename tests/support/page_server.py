@@ -106,7 +106,7 @@ class Script:
                     return
                 if "drop" in said and index == 3:
                     return
-                yield event({"content": word}, tokens(word, index))
+                yield event({"content": word}, None if "plain" in said else tokens(word, index))
                 await asyncio.sleep(pause)
             if "call" in said:
                 for part in ({"name": "weather", "arguments": '{"city":'}, {"arguments": ' "Bern"}'}):

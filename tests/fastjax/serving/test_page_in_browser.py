@@ -290,6 +290,23 @@ def test_a_cut_answer_goes_on_from_its_very_text(opened):
         assert page.logged == []
 
 
+def test_an_answer_that_came_while_the_page_was_loaded_again_is_kept_as_stopped(opened):
+    script = Script()
+    with listening(script.app) as address:
+        page = opened(address)
+        ask(page, "plain")
+        assert texts(page) == [TEXTS[BASE]] and page.locator(".token").count() == 0
+        ask(page, "a long one", wait=False)
+        page.locator(".turn:last-child .text .token").nth(9).wait_for()
+        page.reload()
+        page.wait_for_selector("#model option", state="attached")
+        whole, part = texts(page)
+        assert whole == TEXTS[BASE] and (TEXTS[BASE] * 200).startswith(part) and len(part) > 20
+        assert page.locator(".running").count() == 0 and page.is_visible("#send")
+        assert page.locator(".figures").last.text_content() == "stopped"
+        assert page.locator(".go-on:visible").count() == 1 and len(script.bodies) == 2
+
+
 def test_a_wrong_setting_is_told_at_its_field_before_anything_is_sent(opened):
     script = Script()
     with listening(script.app) as address:
