@@ -106,6 +106,8 @@ class Script:
                     return
                 if "drop" in said and index == 3:
                     return
+                if "break" in said and index == 3:
+                    raise RuntimeError("the connection is cut")
                 yield event({"content": word}, None if "plain" in said else tokens(word, index))
                 await asyncio.sleep(pause)
             if "call" in said:
@@ -154,7 +156,7 @@ class Watched:
 @contextlib.contextmanager
 def listening(app):
     """An app on a free port of this machine; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

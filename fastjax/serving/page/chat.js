@@ -22,6 +22,7 @@ export class Chat {
     this.watchScroll();
     this.restore();
     this.update();
+    window.addEventListener("beforeunload", () => this.stop());
     window.addEventListener("pagehide", () => this.store());
   }
 

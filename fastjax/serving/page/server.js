@@ -2,6 +2,8 @@
 
 import { byId, keep, kept } from "./dom.js";
 
+const CUT = "The connection ended in the middle of the answer.";
+
 /** A refusal or a failure, in a sentence for people. */
 export class ServerError extends Error {}
 
@@ -31,7 +33,7 @@ export async function* chatEvents(body, signal) {
     if (event.error) throw new ServerError(event.error.message ?? "The server failed in the middle of the answer.");
     yield event;
   }
-  throw new ServerError("The connection ended in the middle of the answer.");
+  throw new ServerError(CUT);
 }
 
 /** The data of each event of a stream (HTML standard, "Server-sent events"). */
@@ -56,6 +58,8 @@ async function* decoded(stream) {
       if (done) return;
       yield value;
     }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ServerError(CUT);
   } finally {
     reader.cancel().catch(() => {});
   }
