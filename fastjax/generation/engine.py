@@ -231,7 +231,8 @@ class Engine:
 
         The engine is not busy.
         """
-        longest = min(self._chunk, self.max_length)
+        together = self._most_entries if self._packs else 1
+        longest = min(self._chunk, self.max_length * together)
         widths = {_bucket(min(1 << power, longest), self._chunk) for power in range(self._chunk.bit_length())}
         kinds = {self._packs} | ({False} if self.max_length > self._chunk else set())
         calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [

@@ -278,6 +278,27 @@ def test_nothing_compiles_after_the_first_requests(caplog):
     assert not [record.message for record in caplog.records if "Compiling" in record.message]
 
 
+def test_prompts_that_come_in_together_are_compiled_for_too(monkeypatch):
+    """Eight prompts of 20 tokens are more than one answer may have."""
+    monkeypatch.setattr(engine_module, "LEAST", 16)
+    monkeypatch.setattr(engine_module, "CHUNK", 128)
+    engine, widths = Engine(model(), rows=8, max_length=32), []
+
+    class Program:
+        def lower(self, decoder, state, *arrays, **static):
+            widths.extend([arrays[0].tokens.shape[0]] if "packed" in static else [])
+            return self
+
+        def compile(self):
+            return self
+
+    monkeypatch.setattr(engine_module, "prefill", Program())
+    monkeypatch.setattr(engine_module, "decode", Program())
+    monkeypatch.setattr(engine, "_call", lambda program, *arrays, **static: (engine._state, None))
+    engine.warm_up()
+    assert widths == [16, 32, 64, 128]
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
