@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
     model = load_as_trained(arguments.model, arguments.adapter, load_options(arguments))
     slots = {"adapter_slots": arguments.adapter_slots, "adapter_rank": arguments.adapter_rank}
     engine = Engine(model, rows=arguments.rows, tokens=arguments.tokens, **(slots if arguments.adapters else {}))
+    print("compiling the engine's programs, once a model and card", file=sys.stderr, flush=True)
     engine.warm_up()
     worker = Worker(engine, model, queue=settings.queue)
     server = Server(worker, settings)

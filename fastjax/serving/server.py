@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 limit_concurrency=settings.connections,
                 h11_max_incomplete_event_size=settings.header_bytes,
+                timeout_keep_alive=75,  # longer than clients keep one, so that none asks on a connection that just ends
                 timeout_graceful_shutdown=2,
             )
         )

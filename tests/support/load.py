@@ -88,7 +88,10 @@ class Load:
         def work():
             with self._client() as client:
                 while not self._end.is_set():
-                    draw.choice(kinds)(client, draw, draw.choice(self._asked))
+                    try:
+                        draw.choice(kinds)(client, draw, draw.choice(self._asked))
+                    except (httpx.TransportError, OSError) as error:
+                        self._note("lost", repr(error))
 
         return work
 

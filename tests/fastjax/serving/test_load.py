@@ -15,7 +15,7 @@ from tests.support.load import Load
 from tests.support.serving import CHAT, CONFIG, KEY, chat_body, until
 
 
-@pytest.mark.exhaustive(by="test_a_signal_drains_and_a_second_one_ends, test_two_adapters_and_the_base_at_once")
+@pytest.mark.exhaustive(by="tests/fastjax/serving/test_streams.py::test_a_signal_drains_and_a_second_one_ends")
 def test_load(tmp_path):
     chat.write_model(tmp_path / "tiny", CONFIG)
     serving.write_adapters(tmp_path / "adapters")
