@@ -43,7 +43,7 @@ def test_it_shows_its_answers_and_its_adapter(tmp_path):
     shown = " ".join(text.split())
     for name, answers in (("before", before.answers), ("after", after.answers)):
         assert f"{name} {' '.join(answers[0].split())[:40]}" in shown
-    assert f"--adapter {tmp_path}/run/adapter --prompt 'Record: " in text
+    assert f"fastjax chat {tmp_path}/run" in text and "'Record: " in text
     adapter, arrays = read_adapter(tmp_path / "run" / "adapter")
     assert adapter.r == 16 and any(np.any(array != 0) for name, array in arrays.items() if name.endswith("lora_B"))
 
