@@ -56,7 +56,8 @@ class Engines:
                 self.engines.append(Engine(own, **settings))
         self._pool = concurrent.futures.ThreadPoolExecutor(len(devices), thread_name_prefix="engine")
         self._left = [0] * len(devices)
-        self._requests: dict[int, tuple[int, int, int]] = {}
+        self._count = 0
+        self._requests: dict[int, tuple[int, int, int]] = {}  # of requests that have not ended, as the others
         self._numbers: dict[tuple[int, int], int] = {}
         self._answers: dict[int, int] = {}
 
@@ -84,7 +85,8 @@ class Engines:
         options = GenerationOptions() if options is None else options
         place = min(range(len(self.engines)), key=self._left.__getitem__)
         own = self.engines[place].add(prompt, options, adapter=adapter)
-        number = len(self._requests) + 1
+        self._count += 1
+        number = self._count
         cost = options.n * (len(prompt) // 16 + options.max_new_tokens)  # a token of a prompt takes less time
         self._left[place] += cost
         self._requests[number], self._numbers[place, own] = (place, own, cost), number
@@ -129,8 +131,9 @@ class Engines:
             request: its number.
             choice: one of its answers; None: all.
         """
-        place, own, _ = self._requests[request]
-        self.engines[place].cancel(own, choice)
+        if request in self._requests:
+            place, own, _ = self._requests[request]
+            self.engines[place].cancel(own, choice)
 
     def warm_up(self) -> None:
         """Compile every program that requests may need, on all devices at once."""
@@ -163,7 +166,8 @@ class Engines:
         if piece.finish_reason is not None:
             self._answers[number] -= 1
             if not self._answers[number]:
-                self._left[place] -= self._requests[number][2]
+                self._left[place] -= self._requests.pop(number)[2]
+                del self._answers[number], self._numbers[place, piece.request]
         return piece.numbered(number)
 
 

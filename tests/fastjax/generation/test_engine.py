@@ -160,7 +160,8 @@ def test_several_devices_answer_as_one():
     expected = answers_in_ids(model(adapter=True), prompts()[:4], max_new_tokens=6)
     for answers, one in zip(found, expected, strict=True):
         assert [tokens_of(pieces) for pieces in answers] == [one] * 2
-    assert engines._left == [0, 0, 0] and not engines.busy
+    engines.cancel(1)  # after the end
+    assert engines._left == [0, 0, 0] and not engines.busy and not engines._requests and not engines._numbers
     for twice in ([], [devices[0], devices[0]]):
         with pytest.raises(ConfigError, match="devices: expected devices, each once"):
             Engines(model(), twice)
