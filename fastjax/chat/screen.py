@@ -68,22 +68,24 @@ class Screen:
 
     def compare(self, several: Sequence[Asked]) -> None:
         """Show answers side by side; in a pipe one after another."""
+        terminal = self._output.is_terminal
         try:
-            if self._output.is_terminal:
-                self._side_by_side(several)
-            else:
-                for asked in several:
-                    self._output.out(f"== {asked.voice.name}", highlight=False)
-                    while not asked.done:
-                        asked.step()
-                    self._output.out(asked.reply.reply().content, highlight=False)
+            if terminal:
+                self._grow_side_by_side(several)
+            for asked in several:
+                while not asked.done:
+                    asked.step()
         except KeyboardInterrupt:
             for asked in several:
                 asked.cancel()
+        if terminal:
+            self._output.print(self._table(several, None))
+        for asked in several if not terminal else ():
+            self._output.out(f"== {asked.voice.name}\n{asked.reply.reply().content}", highlight=False)
         for asked in several:
             self.note(asked.status())
 
-    def _side_by_side(self, several: Sequence[Asked]) -> None:
+    def _grow_side_by_side(self, several: Sequence[Asked]) -> None:
         height = max(4, self._output.height - 4)
         with Live(console=self._output, transient=True, refresh_per_second=8) as live:
             while not all(asked.done for asked in several):
@@ -91,7 +93,6 @@ class Screen:
                     if not asked.done:
                         asked.step()
                 live.update(self._table(several, height))
-        self._output.print(self._table(several, None))
 
     def _table(self, several: Sequence[Asked], height: int | None) -> Table:
         """The answers in columns, of each as many last lines as there is room for."""

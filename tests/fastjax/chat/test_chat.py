@@ -10,9 +10,13 @@ from rich.console import Console
 from fastjax.chat.chat import SETTINGS, Chat
 from fastjax.chat.lines import read_messages
 from fastjax.chat.screen import Screen
+from fastjax.commands import chat as chat_command
 from fastjax.errors import ConfigError
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.replies import Delta, Reply
+from fastjax.generation.text import answer
+from fastjax.language_model import FastLanguageModel
+from tests.support.chat import write_model
 
 
 class Growing:
@@ -136,6 +140,13 @@ def test_side_by_side_on_a_terminal():
     assert below.index("tuned: one") == heads.index("tuned") and below.index("base: one") == heads.index("base")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_stops_both_sides_and_shows_what_there_is(terminal):
+    shown, notes, voices, right = talk("/compare interrupt", terminal=terminal)
+    assert right and (shown + notes).count("cancelled") == 2 and "the conversation goes on" in shown + notes
+    assert "base" in shown and "tuned" in shown
+
+
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on():
     shown, notes, voices, right = talk("interrupt", "two")
     assert right and shown == "\ntuned: two\n" and "tuned cancelled" in notes
@@ -185,3 +196,21 @@ def test_messages_of_several_lines():
 
     assert list(read_messages(read)) == ["one", "two\nthree\nfour", "five\n\n/six", "/seven", "eight", "nine\nten"]
     assert continued == [False] * 4 + [True] * 2 + [False] + [True] * 3 + [False] * 3 + [True] * 2 + [False]
+
+
+@pytest.mark.exhaustive(by="test_a_pipe_gets_the_answers_and_nothing_else")
+def test_a_folder_answers_in_a_pipe_as_it_does_elsewhere(tmp_path, monkeypatch, capsys):
+    """From the command line to the end, over a tiny random model: a question, a second one behind its answer."""
+    folder = write_model(tmp_path / "model")
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\n/save said.jsonl\nde\n"))
+    monkeypatch.chdir(tmp_path)
+    chat_command.main([str(folder), "--max_new_tokens", "12", "--dtype", "float32", "--no_compilation_cache"])
+    shown = capsys.readouterr().out
+    model, _ = FastLanguageModel.from_pretrained(str(folder), dtype="float32", load_in_4bit=False)
+    turns = [{"role": "user", "content": "abc"}]
+    options = {"max_new_tokens": 12, "special_tokens": "text"}
+    [first] = answer(model, [turns], **options)
+    turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "de"}]
+    [second] = answer(model, [turns], **options)
+    assert shown == f"{first}\n{second}\n"
+    assert json.loads((tmp_path / "said.jsonl").read_text())["messages"] == turns[:2]
