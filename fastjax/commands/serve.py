@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
     from fastjax.generation.engine import Engine
     from fastjax.generation.engines import Engines
+    from fastjax.generation.fitting import tokens_that_fit
     from fastjax.language_model.as_trained import load_as_trained
     from fastjax.serving.server import Server
     from fastjax.serving.worker import Worker
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> None:
     options = load_options(arguments, {"layer_loop": "unroll"})
     model = load_as_trained(arguments.model, arguments.adapter, options)
     slots = {"adapter_slots": arguments.adapter_slots, "adapter_rank": arguments.adapter_rank}
-    sizes = {"rows": arguments.rows, "tokens": arguments.tokens, **(slots if arguments.adapters else {})}
+    tokens = arguments.tokens or tokens_that_fit(model, arguments.rows, model.max_seq_length)
+    sizes = {"rows": arguments.rows, "tokens": tokens, **(slots if arguments.adapters else {})}
     engine = Engine(model, **sizes) if len(devices) == 1 else Engines(model, devices, **sizes)
     print("compiling the engine's programs, once a model and card", file=sys.stderr, flush=True)
     engine.warm_up()
@@ -127,7 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", type=positive, default=64, metavar="N", help="answers at a time (default: %(default)s)"
     )
-    parser.add_argument("--tokens", type=positive, metavar="N", help="of prompts and answers that the cache holds")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="of prompts and answers in the cache (default: all rows', or what fits)",
+    )
     parser.add_argument("--queue", type=int, default=256, metavar="N", help="answers that wait (default: %(default)s)")
     compilation_cache.add_option(parser)
     return parser

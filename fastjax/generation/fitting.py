@@ -35,11 +35,22 @@ def engine_for(
     rows = next((each for each in WIDTHS if each >= min(answers, _ROWS)), _ROWS)
     longest = max(lengths, default=1) + new_tokens
     length = min(max(PAGE, 1 << math.ceil(math.log2(max(longest, 1)))), model.max_seq_length)
-    width = -(-length // PAGE)
-    room = pages_that_fit(model.config, model.dtype, rows, (width * rows, PAGE), _room())
-    pages = min(width * rows, max(width, 1 << max(0, int(math.log2(max(room, 1))))))
+    width, room = -(-length // PAGE), tokens_that_fit(model, rows, length) // PAGE
+    pages = room if room == width * rows else max(width, 1 << int(math.log2(room)))
     settings: dict[str, Any] = {"rows": rows, "tokens": pages * PAGE, "max_length": length, "adapters": adapters}
     return Engines(model, devices, **settings) if devices else Engine(model, **settings)
+
+
+def tokens_that_fit(model: LanguageModel, rows: int, length: int) -> int:
+    """Tokens of a cache for rows of a length, or as many as the device's free memory holds; for one row at least.
+
+    Args:
+        model: it is in memory already.
+        rows: of the engine.
+        length: the most tokens of a row.
+    """
+    width = -(-length // PAGE)
+    return PAGE * max(width, pages_that_fit(model.config, model.dtype, rows, (width * rows, PAGE), _room()))
 
 
 def _room() -> int:
