@@ -69,16 +69,18 @@ class ChannelReader:
     def _read_header(self) -> bool:
         text, marker, self._text = self._heads.find(self._text)
         self._header += text
+        unlike = self._first and bool(self._header.strip()) and not self._parts(self._header)
+        if unlike or len(self._header) > HEADER:  # an answer without a header
+            said = "" if unlike else self._header[:HEADER]
+            self._sink.say("content", said)
+            self._text = self._header[len(said) :] + (marker or "") + self._text
+            self._header, self._state, self._first = "", "content", False
+            return True
         if marker in _ENDS:
             self._header = ""
             return True
         if marker is None:
-            unlike = self._first and self._header.strip() and not self._parts(self._header)
-            if not unlike and len(self._header) <= HEADER:
-                return False
-            self._sink.say("content", self._header)  # an answer without a header
-            self._header, self._state, self._first = "", "content", False
-            return True
+            return False
         header, self._header, self._first = self._header, "", False
         recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1].startswith("functions."):

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import random
 import re
 import time
 from pathlib import Path
@@ -87,6 +88,29 @@ def test_every_cut_gives_the_same(name):
         assert plain(read(form, pieces(text, size))[0]) == plain(whole), size
     for place in range(0, len(text), 3):
         assert plain(read(form, [text[:place], text[place:]])[0]) == plain(whole), place
+
+
+@pytest.mark.exhaustive(by="test_every_cut_gives_the_same")
+@pytest.mark.parametrize("name", FORMS)
+def test_every_cut_of_a_broken_reply_gives_the_same(name):
+    """Pieces of replies put into each other, with the ends and the brackets of all forms."""
+    draw, form = random.Random(name), form_of(name)
+    calls = [("look", {"city": 'a{b}\n"c\\', "days": 3}), ("get_weather", {})][: 1 if name == "harmony" else 2]
+    answer = message("" if name == "harmony" else "Hi", calls, reasoning_content="hm")
+    text, _ = said(reply_templates.template(name), answer)
+    starts = [draw.randrange(len(text)) for _ in range(40)]
+    inserted = [text[start : start + draw.randint(1, 25)] for start in starts] + [*'{}"<,] \n\\', "</", ""]
+    for _ in range(150):
+        broken = text
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(broken) + 1)
+            broken = broken[:place] + draw.choice(inserted) + broken[place + draw.randint(0, 12) :]
+        how = {"finish": draw.choice(["stop", "length"]), "thought": draw.random() < 0.2}
+        whole = plain(read(form, [broken], **how)[0])
+        for _ in range(3):
+            cuts = sorted({0, len(broken), *draw.choices(range(len(broken) + 1), k=len(broken) // 4)})
+            events = [broken[start:end] for start, end in itertools.pairwise(cuts)]
+            assert plain(read(form, events, **how)[0]) == whole, (broken, how)
 
 
 @pytest.mark.parametrize("name", FORMS)
