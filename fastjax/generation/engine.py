@@ -134,6 +134,11 @@ class Engine:
         """Whether an answer is waited for."""
         return bool(self._waiting or self._entering or self._going or self._ended)
 
+    @property
+    def cache(self) -> tuple[int, int]:
+        """Tokens for which answers have set room in the cache aside, and for which there is room."""
+        return self._pages.tokens
+
     def add(
         self, prompt: Sequence[int], options: GenerationOptions | None = None, *, adapter: str | None = None
     ) -> int:

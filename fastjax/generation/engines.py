@@ -66,6 +66,12 @@ class Engines:
         """Whether an answer is waited for."""
         return any(engine.busy for engine in self.engines)
 
+    @property
+    def cache(self) -> tuple[int, int]:
+        """As `Engine.cache`, of all devices together."""
+        used, room = zip(*(engine.cache for engine in self.engines), strict=True)
+        return sum(used), sum(room)
+
     def add(
         self, prompt: Sequence[int], options: GenerationOptions | None = None, *, adapter: str | None = None
     ) -> int:

@@ -22,6 +22,12 @@ class Pages:
         self._users = [0] * count
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the pages that some row has, and of all pages but nobody's."""
+        count = len(self._users) - 1
+        return (count - self.free) * self.size, count * self.size
+
+    @property
     def free(self) -> int:
         """How many nobody has."""
         return len(self._free)

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 #: Upper bounds of the histograms' buckets, in seconds.
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
+#: Seconds over which a rate is told.
+WINDOW = 10.0
+
 
 class Histogram:
     """Times in buckets."""
@@ -59,6 +62,26 @@ class Metrics:
         self.finished: collections.Counter[str] = collections.Counter()
         self.responses: collections.Counter[tuple[str, int]] = collections.Counter()
         self.first_token, self.answered = Histogram(), Histogram()
+        self._steps: collections.deque[tuple[float, int]] = collections.deque([(0.0, 0)])
+
+    def stepped(self, now: float) -> None:
+        """Note the tokens so far.
+
+        Args:
+            now: seconds of a clock.
+        """
+        self._steps.append((now, self.generated))
+        while len(self._steps) > 1 and self._steps[1][0] < now - WINDOW:
+            self._steps.popleft()
+
+    def rate(self, now: float) -> float:
+        """Tokens of answers a second, over the last `WINDOW` seconds.
+
+        Args:
+            now: seconds of the same clock.
+        """
+        before = [count for moment, count in list(self._steps) if moment <= now - WINDOW]
+        return (self.generated - (before[-1] if before else 0)) / WINDOW
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """All figures.

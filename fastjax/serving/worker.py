@@ -175,11 +175,17 @@ class Worker:
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         """Figures of this moment: name → meaning and value."""
-        rows = min(self._open, self.rows)
+        rows, (used, room) = min(self._open, self.rows), self._engine.cache
         return {
             "rows": ("answers that can be generated at a time", self.rows),
             "rows_used": ("answers that are generated", rows),
             "waiting": ("answers that wait for a row", self._open - rows),
+            "cache_tokens": ("tokens that the cache has room for", room),
+            "cache_tokens_used": ("tokens of the cache that answers have set aside", used),
+            "tokens_per_second": (
+                "tokens of answers over the last ten seconds",
+                self.metrics.rate(time.perf_counter()),
+            ),
         }
 
     def submit(self, wanted: Sequence[Wanted]) -> Ticket:
@@ -301,6 +307,7 @@ class Worker:
             self._note(ticket, piece)
         for ticket, pieces in by_ticket.items():
             ticket.send(pieces)
+        self.metrics.stepped(time.perf_counter())
 
     def _note(self, ticket: Ticket, piece: Piece) -> None:
         """Count a piece, and forget a request that has ended."""

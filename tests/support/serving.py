@@ -76,7 +76,7 @@ class Scripted:
         going: (request, choice) → tokens that are to come, of those that go on.
     """
 
-    rows, max_length, adapter_names = ROWS, 4096, ()
+    rows, max_length, adapter_names, cache = ROWS, 4096, (), (0, 4096)
 
     def __init__(self, text="", steps=3, form="hermes"):
         self.tokenizer = tokenizers.byte_level()
@@ -112,6 +112,7 @@ class Scripted:
 
     def step(self, steps=None):
         assert self.free.wait(60)
+        time.sleep(0.002)  # as a device would take, in which the event loop works
         if self.broken:
             raise RuntimeError("secrets of the machine")
         pieces, self._ended = self._ended, []

@@ -78,6 +78,7 @@ def test_figures_name_nobody(server):
     for word in ("secret", "somebody", KEY, "sums", "Tales"):
         assert word not in text
     assert 'fastjax_responses_total{route="/v1/chat/completions",status="200"}' in text
+    assert "fastjax_cache_tokens 2048" in text and "fastjax_tokens_per_second " in text
     assert "fastjax_time_to_first_token_seconds_count" in text and "fastjax_rows 8" in text
     server.client.get("/secret/words")
     assert 'route="other",status="404"' in server.client.get("/metrics").text

@@ -110,7 +110,7 @@ def mutated(draw, body):
     return data
 
 
-def test_mutated_bodies(server, count=400):
+def test_mutated_bodies(server, count=250):
     draw, statuses = random.Random(7), {}
     for number in range(count):
         path, body = draw.choice(BODIES)
@@ -131,7 +131,7 @@ def test_mutated_bodies(server, count=400):
     assert server.ok(CHAT, chat_body())["usage"]["completion_tokens"] == 12
 
 
-def test_mutated_bytes(server, count=60):
+def test_mutated_bytes(server, count=40):
     """Request lines and headers with flipped bytes: 200, 4xx, or the connection ends."""
     draw = random.Random(8)
     body = json.dumps(chat_body(max_tokens=1)).encode()

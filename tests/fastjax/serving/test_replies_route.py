@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+from fastjax.serving.metrics import Metrics
 from tests.support import serving
 from tests.support.serving import CHAT, chat_body
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "tell")
 ]
-LONG = 'line\n "quoted" \\ back 😀 ' * 40
+LONG = 'line\n "quoted" \\ back 😀 ' * 10
 THOUGHT = '<think>\nQuestion: <tool_call>{"name": "look"}</tool_call>\n</think>\n\n'
 
 
@@ -119,6 +120,26 @@ def test_a_call_without_content_has_null(server, engine):
 def test_a_choice_that_is_not_served(server, choice):
     error = server.refused(CHAT, body(tool_choice=choice))
     assert error["param"] == "tool_choice" and "expected auto or none" in error["message"]
+
+
+def test_a_template_that_refuses(engine):
+    """With its own sentence."""
+    rule = "{% if messages[0].role == 'system' %}{{ raise_exception('No system turn here.') }}{% endif %}"
+    strict = serving.Scripted("so")
+    strict.tokenizer.chat_template = rule + strict.tokenizer.chat_template
+    with serving.served(strict) as server:
+        refused = {**chat_body(), "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
+        error = server.refused(CHAT, refused)
+        assert "No system turn here." in error["message"] and error["param"] == "messages"
+        assert server.ok(CHAT, chat_body())["choices"][0]["message"]["content"] == "so"
+
+
+def test_the_rate_of_the_last_seconds():
+    figures = Metrics()
+    for second in range(100):
+        figures.generated += 5
+        figures.stepped(float(second))
+    assert figures.rate(99.0) == 5.0 and figures.rate(105.0) == 2.0 and figures.rate(1000.0) == 0.0
 
 
 def test_what_a_client_sends_back(server, engine):
