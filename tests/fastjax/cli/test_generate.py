@@ -8,20 +8,20 @@ import pytest
 
 from fastjax.cli import main
 from fastjax.language_model import as_trained
-from tests.support import fake_engine
+from tests.support import saying
 from tests.support import tokenizers as made
 
 TOKENIZER = made.byte_level()
-SAID = {"one": "the answer is: the user", "two": "the", "three": "the answer"}
-END = made.SPECIAL.index("<|im_end|>")
+SAID = {"one": "the answer is: the user", "two": "user", "what": "is the user"}
 
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Engines that give a prompt's answer, a token at a time."""
-    monkeypatch.setattr(as_trained, "load_as_trained", lambda *arguments: fake_engine.model())
-    says = {word: [*TOKENIZER.encode(said, add_special_tokens=False), END] for word, said in SAID.items()}
-    return fake_engine.install(monkeypatch, lambda prompt: says[TOKENIZER.decode(prompt)], steps=1)
+    """Engines of a model that gives a prompt's answer, a token at a time."""
+    pairs = [[TOKENIZER.encode(part, add_special_tokens=False) for part in pair] for pair in SAID.items()]
+    model = saying.model(saying.chain(*([*prompt[-1:], *said] for prompt, said in pairs)))
+    monkeypatch.setattr(as_trained, "load_as_trained", lambda *arguments: model)
+    return saying.watch(monkeypatch, 1)
 
 
 def generate(*arguments):
@@ -29,13 +29,13 @@ def generate(*arguments):
 
 
 def test_prompts_of_a_file_are_answered_by_one_engine_in_their_order(engines, tmp_path, capsys):
-    (tmp_path / "prompts").write_text("one\ntwo\nthree\n")
+    (tmp_path / "prompts").write_text("one\ntwo\nwhat\n")
     file = ("--file", str(tmp_path / "prompts"))
     settings = ("--min_p", "0.5", "--repetition_penalty", "1.5", "--max_new_tokens", "20", "--stop", "z")
     assert generate(*file, "--json", "--n", "2", "--stop", ": the", *settings) == 0
     printed = capsys.readouterr()
     rows = [json.loads(line) for line in printed.out.splitlines()]
-    answers = [("one", "the answer is"), ("two", "the"), ("three", "the answer")]
+    answers = [("one", "the answer is"), ("two", "user"), ("what", "is the user")]
     expected = [
         {"prompt": prompt, "answer": said, "finish_reason": "stop", "choice": choice}
         for prompt, said in answers
@@ -47,7 +47,7 @@ def test_prompts_of_a_file_are_answered_by_one_engine_in_their_order(engines, tm
         assert (options.min_p, options.repetition_penalty, options.n) == (0.5, 1.5, 2)
         assert options.stop_strings == (": the", "z")
     assert generate(*file, "--max_new_tokens", "1") == 0
-    assert capsys.readouterr().out == "> one\nthe\n\n> two\nthe\n\n> three\nthe\n\n"
+    assert capsys.readouterr().out == "> one\nthe\n\n> two\nuser\n\n> what\nis\n\n"
 
 
 def test_an_answer_is_printed_as_it_comes(engines, monkeypatch, capsys):
@@ -58,8 +58,8 @@ def test_an_answer_is_printed_as_it_comes(engines, monkeypatch, capsys):
     with contextlib.redirect_stdout(writes):
         assert generate("--prompt", "one") == 0
     assert writes.getvalue() == "the answer is: the user\n" and len(writes.parts) > 3
-    assert generate("--prompt", "two", "--stream") == 0 and capsys.readouterr().out == "the\n"
-    assert generate("--prompt", "two") == 0 and capsys.readouterr().out == "the\n"
+    assert generate("--prompt", "two", "--stream") == 0 and capsys.readouterr().out == "user\n"
+    assert generate("--prompt", "two") == 0 and capsys.readouterr().out == "user\n"
     for more, given in (
         (["--prompt", "two"], "got 2 prompts with 1 answers each"),
         (["--n", "3"], "got 1 prompts with 3 answers each"),
@@ -70,7 +70,7 @@ def test_an_answer_is_printed_as_it_comes(engines, monkeypatch, capsys):
 
 
 def test_ctrl_c_leaves_what_is_printed_and_ends_the_rows(engines, monkeypatch, capsys):
-    run = fake_engine.FakeEngine.run
+    run = saying.Watched.run
 
     def interrupted(engine, steps=None):
         for count, piece in enumerate(run(engine, steps)):
@@ -78,7 +78,7 @@ def test_ctrl_c_leaves_what_is_printed_and_ends_the_rows(engines, monkeypatch, c
                 raise KeyboardInterrupt
             yield piece
 
-    monkeypatch.setattr(fake_engine.FakeEngine, "run", interrupted)
-    assert generate("--prompt", "two", "--prompt", "one", "--prompt", "three") == 130
-    assert capsys.readouterr() == ("> two\nthe\n\n", "fastjax: interrupted\n")
-    assert engines[0].cancelled == [(12, 0)]
+    monkeypatch.setattr(saying.Watched, "run", interrupted)
+    assert generate("--prompt", "two", "--prompt", "one", "--prompt", "what") == 130
+    assert capsys.readouterr() == ("> two\nuser\n\n", "fastjax: interrupted\n")
+    assert engines[0].cancelled == [(2, 0), (3, 0)]

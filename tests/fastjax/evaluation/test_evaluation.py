@@ -14,7 +14,7 @@ from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks, ru
 from fastjax.evaluation.scoring import Score
 from fastjax.generation.text import answer
 from fastjax.language_model import FastLanguageModel
-from tests.support import fake_engine, tiny
+from tests.support import saying, tiny
 from tests.support.chat import write_model
 from tests.support.generation import answers_in_ids
 
@@ -136,11 +136,12 @@ def test_choices_are_compared_a_character_and_a_byte(model, tmp_path, monkeypatc
     assert found.metrics == {"acc": 0.0, "acc_norm": 1.0, "acc_bytes": 0.0}
 
 
-def test_an_answer_ends_where_the_next_example_would_begin(model, tmp_path, monkeypatch):
+def test_an_answer_ends_where_the_next_example_would_begin(tmp_path, monkeypatch):
     """A base model goes on with questions of its own, whose answers are not those that were asked for."""
-    said = " 4\n\nQ: 9?\nA: 9\n\nQ:"
-    engines = fake_engine.install(monkeypatch, lambda prompt: model.tokenizer.encode(said, add_special_tokens=False))
-    rows = [{"q": "Q: 2+2?\nA:", "a": "4"}]
+    engines = saying.watch(monkeypatch)
+    encode = saying.model({}).tokenizer.encode
+    model = saying.model(saying.chain([*encode("A"), *encode("4"), *encode("\n\n"), *encode("Q:9")]))
+    rows = [{"q": "Q: 2+2?\nA", "a": "4"}]
     data = write(tmp_path / "rows.jsonl", rows)
     fields = {"answer": "{a}", "extract": r"\d+", "chat": False}
     few = {"few_shot": 1, "few_shot_data": data}

@@ -13,12 +13,12 @@ from transformers import TextIteratorStreamer, TextStreamer
 from fastjax.errors import ConfigError
 from fastjax.generation import face
 from fastjax.generation.answers import READ
-from tests.support import fake_engine
+from tests.support import saying
 from tests.support import tokenizers as made
 
 TOKENIZER = made.byte_level()
 TOKENIZER.padding_side, TOKENIZER.pad_token = "left", "[INST]"
-END, PAD = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "[INST]"])
+END, PAD = saying.END, TOKENIZER.convert_tokens_to_ids("[INST]")
 
 
 def ids(said):
@@ -27,8 +27,13 @@ def ids(said):
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Engines that say the prompt's last token three times and end the turn, one token a piece."""
-    return fake_engine.install(monkeypatch, lambda prompt: [*prompt[-1:] * 3, END], 1)
+    return saying.watch(monkeypatch, 1)
+
+
+def model(**changes):
+    """One that says the three tokens behind each multiple of 4, and ends the turn."""
+    fours = [range(first, first + 4) for first in range(36, 48, 4)]
+    return saying.model(saying.chain(*fours, ids(" the answer is")), **changes)
 
 
 def options_of(engines):
@@ -37,14 +42,15 @@ def options_of(engines):
 
 
 def test_texts_to_texts(engines):
-    assert face.generate(fake_engine.model(), [" the", " user"], chat=False) == [" the" * 3, " user" * 3]
-    said = face.generate(fake_engine.model(), ["q", [{"role": "user", "content": "q"}]], num_return_sequences=2)
-    assert said == ["\n" * 3] * 4
+    assert face.generate(model(), [" the", " answer"], chat=False) == [" answer is", " is"]
+    newline = saying.model(saying.chain(ids("\nwo")))
+    said = face.generate(newline, ["q", [{"role": "user", "content": "q"}]], num_return_sequences=2)
+    assert said == ["wo"] * 4
     assert [TOKENIZER.decode(prompt) for prompt, _ in engines[-1].asked] == [
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     ] * 2
-    assert face.generate(fake_engine.model(), []) == []
-    assert "".join(face.stream(fake_engine.model(), " the", chat=False, max_new_tokens=2)) == " the the"
+    assert face.generate(model(), []) == []
+    assert "".join(face.stream(model(), " the", chat=False, max_new_tokens=1)) == " answer"
 
 
 KINDS = {
@@ -58,54 +64,53 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_ids_to_ids_as_in_transformers(kind, side, engines):
-    padded = {"left": [[PAD, PAD, 40], [41, PAD, 43]], "right": [[40, PAD, PAD], [41, PAD, 43]]}[side]
+    padded = {"left": [[PAD, PAD, 40], [41, PAD, 44]], "right": [[40, PAD, PAD], [41, PAD, 44]]}[side]
     mask = {"left": [[0, 0, 1], [1, 1, 1]], "right": [[1, 0, 0], [1, 1, 1]]}[side]
-    model = fake_engine.model()
-    before = model.tokenizer.__getstate__()
+    own = model()
+    before = own.tokenizer.__getstate__()
     given = {"input_ids": KINDS[kind](padded), "attention_mask": KINDS[kind](mask)}
-    found = face.generate(model, **given, max_new_tokens=4, num_return_sequences=2)
-    assert [prompt for prompt, _ in engines[-1].asked] == [[40], [41, PAD, 43]]
-    expected = [[*row, *[last] * 3, END] for row, last in zip(padded, (40, 43), strict=True) for _ in range(2)]
+    found = face.generate(own, **given, max_new_tokens=4, num_return_sequences=2)
+    assert [prompt for prompt, _ in engines[-1].asked] == [[40], [41, PAD, 44]]
+    answers = [range(41, 44), range(45, 48)]
+    expected = [[*row, *answer, END] for row, answer in zip(padded, answers, strict=True) for _ in range(2)]
     assert np.asarray(found).tolist() == expected
     like = np.zeros(0, np.int64) if kind == "lists" else given["input_ids"]
     assert type(found) is type(like) and found.dtype == like.dtype
-    assert model.tokenizer.__getstate__() == before and model.tokenizer.padding_side == "right"
+    assert own.tokenizer.__getstate__() == before and own.tokenizer.padding_side == "right"
 
 
-def test_shorter_answers_are_padded(monkeypatch):
-    fake_engine.install(monkeypatch, lambda prompt: [50] * prompt[0] + [END])
-    model = fake_engine.model()
-    found = face.generate(model, np.asarray([[1], [3]]), max_new_tokens=3)
-    assert found.tolist() == [[1, 50, END, PAD], [3, 50, 50, 50]]
-    assert face.generate(model, [[1], [1, 3]], pad_token_id=0).tolist() == [[1, 50, END, 0], [1, 3, 50, END]]
-    model.tokenizer.pad_token = None
-    assert face.generate(model, [[1], [3]], eos_token_id=[END, 9]).tolist()[0] == [1, 50, END, END, END]
+def test_shorter_answers_are_padded(engines):
+    own = model()
+    found = face.generate(own, np.asarray([[42], [40]]), max_new_tokens=3)
+    assert found.tolist() == [[42, 43, END, PAD], [40, 41, 42, 43]]
+    assert face.generate(own, [[42], [1, 42]], pad_token_id=0).tolist() == [[42, 43, END, 0], [1, 42, 43, END]]
+    own.tokenizer.pad_token = None
+    assert face.generate(own, [[42], [40]], eos_token_id=[END, 9]).tolist()[0] == [42, 43, END, END, END]
 
 
 def test_pad_tokens_are_padding_where_no_mask_says_more(engines):
-    model = fake_engine.model()
-    face.generate(model, np.asarray([[PAD, 40, PAD]]))
-    face.generate(model, np.asarray([[PAD, 40, PAD]]), eos_token_id=PAD)
+    own = model()
+    face.generate(own, np.asarray([[PAD, 40, PAD]]))
+    face.generate(own, np.asarray([[PAD, 40, PAD]]), eos_token_id=PAD, max_new_tokens=2)
     assert [engine.asked[0][0] for engine in engines] == [[40], [PAD, 40, PAD]]
 
 
 def test_inputs_in_all_their_places(engines):
-    model, encoded = fake_engine.model(), TOKENIZER(["the", "the user"], return_tensors="np", padding=True)
-    expected = face.generate(model, **encoded).tolist()
-    assert face.generate(model, encoded["input_ids"], attention_mask=encoded["attention_mask"]).tolist() == expected
-    assert face.generate(model, input_ids=encoded).tolist() == expected
-    assert face.generate(model, encoded, token_type_ids=np.zeros((2, 2))).tolist() == expected
+    own, encoded = model(), TOKENIZER(["the", "user the"], return_tensors="np", padding=True)
+    expected = face.generate(own, **encoded).tolist()
+    assert face.generate(own, encoded["input_ids"], attention_mask=encoded["attention_mask"]).tolist() == expected
+    assert face.generate(own, input_ids=encoded).tolist() == expected
+    assert face.generate(own, encoded, token_type_ids=np.zeros((2, 2))).tolist() == expected
     assert [row[:2] for row in expected] == encoded["input_ids"].tolist()
 
 
-def test_a_stop_string_ends_ids_with_the_token_that_completes_it(monkeypatch):
-    said = ids("is the user asked the the the")
-    engines = fake_engine.install(monkeypatch, lambda prompt: said, 5)
-    model = fake_engine.model()
-    found = face.generate(model, [[40]], stop_strings="e us", tokenizer=model.tokenizer).tolist()
+def test_a_stop_string_ends_ids_with_the_token_that_completes_it(engines):
+    said = ids("is the user asked")
+    own = saying.model(saying.chain(said), said[0])
+    found = face.generate(own, [[40]], stop_strings="e us", tokenizer=own.tokenizer).tolist()
     assert found == [[40, *said[:3]]] and TOKENIZER.decode(said[:3]) == "is the user"
-    assert engines[-1].cancelled == [(11, 0)]
-    assert face.generate(model, ["q"], stop_strings=["e us"]) == ["is th"]
+    assert engines[-1].cancelled == [(1, 0)]
+    assert face.generate(own, ["q"], stop_strings=["e us"]) == ["is th"]
 
 
 def test_a_streamer_gets_the_prompt_and_each_token(engines, capsys):
@@ -113,20 +118,20 @@ def test_a_streamer_gets_the_prompt_and_each_token(engines, capsys):
     streamer = SimpleNamespace(
         put=lambda value: calls.append((value.shape, value.tolist())), end=lambda: calls.append("end")
     )
-    face.generate(fake_engine.model(), np.asarray([[PAD, 40]]), streamer=streamer)
-    assert calls == [((1, 2), [[PAD, 40]]), *[((1,), [40])] * 3, ((1,), [END]), "end"]
+    face.generate(model(), np.asarray([[PAD, 40]]), streamer=streamer)
+    assert calls == [((1, 2), [[PAD, 40]]), *[((1,), [token]) for token in (41, 42, 43, END)], "end"]
     assert engines[-1].wanted == READ
-    face.generate(fake_engine.model(), [" the"], chat=False, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out == " the the the<|im_end|>\n"
+    face.generate(model(), [" the"], chat=False, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert capsys.readouterr().out == " answer is<|im_end|>\n"
     pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)
-    given = {"input_ids": jnp.asarray([ids("the user")]), "streamer": pieces, "max_new_tokens": 2}
-    thread = threading.Thread(target=face.generate, args=(fake_engine.model(),), kwargs=given)
+    given = {"input_ids": jnp.asarray([ids("user the")]), "streamer": pieces, "max_new_tokens": 1}
+    thread = threading.Thread(target=face.generate, args=(model(),), kwargs=given)
     thread.start()
-    assert "".join(pieces) == " user user"
+    assert "".join(pieces) == " answer"
     thread.join()
     calls.clear()
     with pytest.raises(ConfigError, match="streamer: expected one prompt and one answer, got 2"):
-        face.generate(fake_engine.model(), [[40], [41]], streamer=streamer)
+        face.generate(model(), [[40], [41]], streamer=streamer)
     assert calls == ["end"]
 
 
@@ -169,13 +174,13 @@ def test_settings(folder, given, config, expected, engines, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(folder))
     configs = [config] if config is None else [config, SimpleNamespace(to_dict=lambda: config)]
     for each in configs:
-        face.generate(fake_engine.model(tmp_path), [[40, 41]], generation_config=each, **given)
+        face.generate(model(folder=tmp_path), [[40, 41]], generation_config=each, **given)
         found = options_of(engines)
         assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_what_does_nothing_is_told(engines, caplog):
-    face.generate(fake_engine.model(), [[40]], do_sample=False, temperature=0.7)
+    face.generate(model(), [[40]], do_sample=False, temperature=0.7)
     assert "generate: temperature: without effect, since nothing is sampled; set do_sample=True" in caplog.text
 
 
@@ -206,7 +211,7 @@ def test_what_does_nothing_is_told(engines, caplog):
 )
 def test_what_is_refused(given, message, engines):
     with pytest.raises(ConfigError, match=message):
-        face.generate(fake_engine.model(), **{"input_ids": [[1, 2]], **given})
+        face.generate(model(), **{"input_ids": [[1, 2]], **given})
     assert not engines
 
 
@@ -216,7 +221,7 @@ def test_a_folder_that_asks_for_what_is_not_served(tmp_path, engines):
         r"num_beams of the folder's generation_config.json is not served, got 4; pass num_beams=1 to switch it off"
     )
     with pytest.raises(ConfigError, match=message):
-        face.generate(fake_engine.model(tmp_path), ["q"])
+        face.generate(model(folder=tmp_path), ["q"])
 
 
 @pytest.mark.torch
@@ -225,8 +230,8 @@ def test_tensors_of_torch(engines):
     calls = []
     streamer = SimpleNamespace(put=calls.append, end=lambda: None)
     given = {"input_ids": torch.tensor([[PAD, 40]]), "attention_mask": torch.tensor([[0, 1]])}
-    found = face.generate(fake_engine.model(), **given, streamer=streamer)
+    found = face.generate(model(), **given, streamer=streamer)
     assert isinstance(found, torch.Tensor) and found.dtype == torch.int64
-    assert found.tolist() == [[PAD, 40, 40, 40, 40, END]]
+    assert found.tolist() == [[PAD, 40, 41, 42, 43, END]]
     assert [type(call) for call in calls] == [torch.Tensor] * 5
     assert not isinstance(found, jax.Array)

@@ -13,7 +13,7 @@ from fastjax.generation import text
 from fastjax.generation.answers import Answer
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Reading
-from tests.support import fake_engine
+from tests.support import saying
 from tests.support import tokenizers as made
 
 CHAT = [
@@ -23,22 +23,27 @@ CHAT = [
     {"role": "user", "content": "r<|im_end|>"},
 ]
 TOKENIZER = made.byte_level()
-END = made.SPECIAL.index("<|im_end|>")
+END = saying.END
 
 
 def ids(said):
     return TOKENIZER.encode(said, add_special_tokens=False)
 
 
+def model(**changes):
+    """One that says "the answer is: the user" and ends the turn."""
+    said = ids("the answer is: the user")
+    return saying.model(saying.chain(said), said[0], **changes)
+
+
 @pytest.fixture
 def engines(monkeypatch):
-    """Engines that say "the answer is: the user" and end the turn."""
-    return fake_engine.install(monkeypatch, lambda prompt: [*ids("the answer is: the user"), END])
+    return saying.watch(monkeypatch)
 
 
 @pytest.fixture
 def answer(engines):
-    return lambda prompts, **options: text.answer(fake_engine.model(), prompts, **options)
+    return lambda prompts, **options: text.answer(model(), prompts, **options)
 
 
 def asked(engines):
@@ -51,9 +56,9 @@ def test_conversations_are_continued(answer, engines):
         "<|im_start|>user\nr<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     )
     alone = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    said = answer([CHAT, "q", [CHAT[1]], tuple(CHAT), ids("the"), np.asarray(ids("user"))])
+    said = answer([CHAT, "q", [CHAT[1]], tuple(CHAT), ids("wo"), np.asarray(ids("what"))])
     assert said == ["the answer is: the user"] * 6
-    assert asked(engines) == [expected, alone, alone, expected, "the", "user"]
+    assert asked(engines) == [expected, alone, alone, expected, "wo", "what"]
     assert answer([]) == [] and len(engines) == 1
     assert answer(["the user"], chat=False) and asked(engines)[-1] == "the user"
 
@@ -61,20 +66,20 @@ def test_conversations_are_continued(answer, engines):
 def test_an_answer_that_has_begun_is_continued(engines):
     begun = [CHAT[1], {"role": "assistant", "content": " the answer "}]
     going = Reading(continue_final_message=True)
-    text.answers(fake_engine.model(), [begun], reading=going)
+    text.answers(model(), [begun], reading=going)
     beginning = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     assert asked(engines)[-1] == beginning + "the answer "
     thinking = "{% for m in messages %}{{ m.role }}:<think>{{ m.reasoning_content }}</think>{{ m.content }}{% endfor %}"
     begun[1] = {"role": "assistant", "content": "", "reasoning": "wo"}
-    text.answers(fake_engine.model(template=thinking), [begun], reading=going)
+    text.answers(model(template=thinking), [begun], reading=going)
     assert asked(engines)[-1] == "user:<think></think>qassistant:<think>wo"
     for messages, message in (
         (CHAT, "expects the assistant's message at the end, got one of role 'user'"),
         (begun[:1] + [{"role": "assistant", "content": ""}], "expects a message of text"),
     ):
         with pytest.raises(ConfigError, match=f"messages.*: continue_final_message {message}"):
-            text.answers(fake_engine.model(), [messages], reading=going)
-    twice = fake_engine.model(template="{{ messages[0].content }}")
+            text.answers(model(), [messages], reading=going)
+    twice = model(template="{{ messages[0].content }}")
     with pytest.raises(DataError, match="writes the last message once, got 0 times"):
         text.answers(twice, [[CHAT[1], CHAT[2]]], reading=going)
 
@@ -94,24 +99,27 @@ def test_special_tokens_in_prompts_as_text(answer, engines):
 
 def test_answers_tell_their_tokens(engines):
     said, n = ids("the answer is: the user"), 2
-    found = text.answers(fake_engine.model(), ["q"], GenerationOptions(n=n, top_logprobs=1))
-    log_probs = tuple(-float(place) for place in range(len(said)))
-    likeliest = tuple(((token, value),) for token, value in zip(said, log_probs, strict=True))
+    found = text.answers(model(), ["q"], GenerationOptions(n=n, top_logprobs=1))
+    [[one, other]] = found
+    likeliest = tuple(((token, value),) for token, value in zip(said, one.log_probs, strict=True))
     prompt = tuple(engines[0].asked[0][0])
-    one = Answer("the answer is: the user", tuple(said), log_probs, likeliest, "stop", prompt, END)
-    assert found == [[one, one]]
-    [[short]] = text.answers(fake_engine.model(), ["q"], GenerationOptions(max_new_tokens=4))
+    expected = Answer("the answer is: the user", tuple(said), one.log_probs, likeliest, "stop", prompt, END)
+    assert one == other == expected and -0.01 < min(one.log_probs) < 0
+    [[short]] = text.answers(model(), ["q"], GenerationOptions(max_new_tokens=4))
     assert (short.token_ids, short.finish_reason, short.stop) == (tuple(said[:4]), "length", None)
-    [[whole]] = text.answers(fake_engine.model(), ["q"], GenerationOptions(), ignore_eos=True)
+    longer = GenerationOptions(max_new_tokens=7)
+    [[whole]] = text.answers(model(), ["q"], longer, ignore_eos=True)
     assert (whole.token_ids[-1], whole.finish_reason, whole.text) == (END, "length", one.text)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 16])
 def test_a_stop_string_ends_an_answer_and_no_other(steps, monkeypatch):
-    replies = {"one": f"is: the user asked{' the' * 9}", "two": f"wo the user{' the' * 9}"}
-    engines = fake_engine.install(monkeypatch, lambda prompt: [*ids(replies[TOKENIZER.decode(prompt)]), END], steps)
+    engines = saying.watch(monkeypatch, steps)
+    after = saying.chain(ids("one")[-1:] + ids("is: the user asked"), ids("qwo")) | dict(
+        [ids("o the"), ids(" asked the")]
+    )
     options = GenerationOptions(stop_strings=("se", "e use", "one"), n=2, top_logprobs=1)
-    found = text.answers(fake_engine.model(), ["one", "two"], options, reading=Reading(chat=False))
+    found = text.answers(saying.model(after), ["one", "q"], options, reading=Reading(chat=False))
     assert [[each.text for each in row] for row in found] == [["is: th"] * 2, ["wo th"] * 2]
     for row in found:
         for each in row:
@@ -120,45 +128,44 @@ def test_a_stop_string_ends_an_answer_and_no_other(steps, monkeypatch):
             assert not TOKENIZER.decode(each.token_ids[:-1]).startswith(each.text)
             assert len(each.log_probs) == len(each.likeliest) == kept
             assert (each.finish_reason, each.stop) == ("stop", "e use")
-    if steps < 16:
-        assert sorted(engines[0].cancelled) == [(11, 0), (11, 1), (12, 0), (12, 1)]
+    assert sorted(engines[0].cancelled) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_a_stream_gives_pieces_and_closing_it_ends_the_row(engines):
-    pieces = list(text.stream(fake_engine.model(), "q"))
+    pieces = list(text.stream(model(), "q"))
     assert "".join(pieces) == "the answer is: the user" and len(pieces) > 1 and all(pieces)
-    growing = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("never",)))
+    growing = text.stream(model(), "q", GenerationOptions(stop_strings=("never",)))
     assert "the answer is".startswith(next(growing)) and engines[-1].cancelled == []
     growing.close()
-    assert engines[-1].cancelled == [(11, 0)]
-    said = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("the user asked",)))
+    assert engines[-1].cancelled == [(1, 0)] and not [*engines[-1].run()][0].tokens and engines[-1]._pages.free == 32
+    said = text.stream(model(), "q", GenerationOptions(stop_strings=("the user asked",)))
     assert "".join(said) == "the answer is: the user"
-    said = text.stream(fake_engine.model(), "q", GenerationOptions(stop_strings=("the user",)))
+    said = text.stream(model(), "q", GenerationOptions(stop_strings=("the user",)))
     assert "".join(said) == "the answer is: "
     with pytest.raises(ConfigError, match="n: expected 1 answer to stream, got 2"):
-        text.stream(fake_engine.model(), "q", GenerationOptions(n=2))
+        text.stream(model(), "q", GenerationOptions(n=2))
 
 
-def test_special_tokens_are_ids_and_no_text(monkeypatch):
+def test_special_tokens_are_ids_and_no_text(engines):
     inside = [*ids("the"), made.SPECIAL.index("[INST]"), *ids(" user")]
-    fake_engine.install(monkeypatch, lambda prompt: [*inside, END], 1)
-    [[found]] = text.answers(fake_engine.model(), ["q"])
+    talks = saying.model(saying.chain(inside), inside[0])
+    [[found]] = text.answers(talks, ["q"])
     assert (found.text, list(found.token_ids)) == ("the user", inside)
-    assert "".join(text.stream(fake_engine.model(), "q")) == "the user"
+    assert "".join(text.stream(talks, "q")) == "the user"
 
 
 def test_a_model_without_a_tokenizer_answers_ids(engines):
-    model = fake_engine.model(tokenizer=False)
-    [[found]] = text.answers(model, [[3, 4]], GenerationOptions(max_new_tokens=2))
+    plain = model(tokenizer=False)
+    [[found]] = text.answers(plain, [[3, 4]], GenerationOptions(max_new_tokens=2))
     assert (found.text, len(found.token_ids), found.prompt_token_ids) == ("", 2, (3, 4))
     with pytest.raises(ConfigError, match="stop_strings: expected a model with a tokenizer"):
-        text.answers(model, [[3, 4]], GenerationOptions(stop_strings=("a",)))
+        text.answers(plain, [[3, 4]], GenerationOptions(stop_strings=("a",)))
     with pytest.raises(
         ConfigError, match=r"prompts\[0\]: expected token ids for a model without a tokenizer, got \"q\""
     ):
-        text.answers(model, ["q"])
+        text.answers(plain, ["q"])
     with pytest.raises(ConfigError, match="answer: expected a model with a tokenizer"):
-        text.answer(model, [[3, 4]])
+        text.answer(plain, [[3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -192,16 +199,16 @@ def test_half_of_a_surrogate_pair(answer, monkeypatch):
     ("given", "named"), [(None, []), ("{}", []), ('{"eos_token_id": 5}', [5]), ('{"eos_token_id": [5, 7, 5]}', [5, 7])]
 )
 def test_answers_end_where_the_folder_says_too(given, named, tmp_path, engines):
-    model = fake_engine.model(tmp_path)
+    of_folder = model(folder=tmp_path)
     if given is not None:
         (tmp_path / "generation_config.json").write_text(given)
-    text.answers(model, ["q"], GenerationOptions(stop_tokens=(9,)))
+    text.answers(of_folder, ["q"], GenerationOptions(stop_tokens=(9,)))
     [(_, options)] = engines[0].asked
-    assert list(options.stop_tokens) == [*Encoder(model.tokenizer).stop_tokens(), *named, 9]
+    assert list(options.stop_tokens) == [*Encoder(of_folder.tokenizer).stop_tokens(), *named, 9]
 
 
 @pytest.mark.parametrize("given", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [-1]}', '{"eos_token_id": true}', "["])
 def test_a_generation_config_that_says_something_else_is_named(given, tmp_path):
     (tmp_path / "generation_config.json").write_text(given)
     with pytest.raises(ConvertError, match=r"generation_config.json: (eos_token_id: expected a token id or|.*JSON)"):
-        text.answer(fake_engine.model(tmp_path), ["q"])
+        text.answer(model(folder=tmp_path), ["q"])
