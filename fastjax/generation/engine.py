@@ -254,7 +254,9 @@ class Engine:
             lowered = (program.lower(decoder, self._state, *arrays, **static) for program, arrays, static in calls)
             for compiled in [pool.submit(each.compile) for each in lowered]:
                 compiled.result()
-        for program, arrays, static in calls:
+        if jax.default_backend() == "cpu":  # which would compute for minutes
+            return
+        for program, arrays, static in calls:  # loads code, and shows whether there is memory for it
             self._state, *_ = self._call(program, *arrays, **static)
 
     def run(self, steps: int | None = None) -> Iterator[Piece]:
