@@ -81,7 +81,7 @@ class Chat:
 
     @property
     def prompt(self) -> str:
-        """What stands before a question."""
+        """The text before a question."""
         return f"{self._voice.name}> "
 
     def run(self, messages: Iterable[str]) -> bool:
@@ -114,15 +114,27 @@ class Chat:
             raise ConfigError(f"expected one of {there}, got /{name}; put a space before a question that begins so")
         self._commands[name].run(rest.strip())
 
-    def _ask(self, question: str) -> None:
-        self._conversation.ask(question)
-        try:
-            asked = self._asked(self._voice)
-        except (ConfigError, DataError):
-            self._conversation.take_back()
-            raise
+    def _ask(self, question: str | None) -> None:
+        [asked] = self._asked_all(question, self._voice)
         self._screen.answer(asked)
         self._conversation.answer(asked.reply.reply())
+
+    def _asked_all(self, question: str | None, *voices: Voice) -> list[Asked]:
+        """Begin the answers of voices to a question, or to the last one again.
+
+        If one refuses it the conversation is as it was before, and no voice is left at work.
+        """
+        before, several = list(self._conversation.turns), []
+        try:
+            self._conversation.ask(question or self._conversation.take_back())
+            for voice in voices:
+                several.append(self._asked(voice))
+        except (ConfigError, DataError):
+            self._conversation.turns = before
+            for asked in several:
+                asked.cancel()
+            raise
+        return several
 
     def _asked(self, voice: Voice) -> Asked:
         options = self._options
@@ -148,13 +160,8 @@ class Chat:
     def _compare(self, question: str) -> None:
         if self._adapter is None:
             raise ConfigError("/compare: expected an adapter beside the base, got none; load one: /adapter FOLDER")
-        before = list(self._conversation.turns)
-        self._conversation.ask(question or self._conversation.take_back())
-        try:
-            several = [self._asked(self._voices.named(name)) for name in (BASE, self._adapter)]
-        except (ConfigError, DataError):
-            self._conversation.turns = before
-            raise
+        both = self._voices.named(BASE), self._voices.named(self._adapter)
+        several = self._asked_all(question, *both)
         self._screen.compare(several)
         chosen = several[self._voice.name != BASE]
         self._conversation.answer(chosen.reply.reply())
@@ -164,7 +171,7 @@ class Chat:
         _expect_nothing("retry", rest)
         if not self._options.temperature:
             self._screen.note("temperature is 0, so that the same comes again: /set temperature 0.8 draws another")
-        self._ask(self._conversation.take_back())
+        self._ask(None)
 
     def _undo(self, rest: str) -> None:
         _expect_nothing("undo", rest)

@@ -1,4 +1,4 @@
-"""What was said: the system prompt, questions and answers."""
+"""A conversation so far: the system prompt, questions and answers."""
 
 import dataclasses
 import json

@@ -32,7 +32,7 @@ class Subject(NamedTuple):
 
 
 def find_subject(place: str) -> Subject:
-    """What there is to talk to in a place.
+    """The model, perhaps with an adapter, in a place.
 
     Args:
         place: output folder of a run, a PEFT adapter, a model folder, or a name on the hub.

@@ -114,7 +114,7 @@ class Asked:
             self.step()
 
     def status(self) -> str:
-        """What it took, in a line."""
+        """Its tokens, speed and end, in a line."""
         count, prompt = len(self.reply.token_ids), len(self.reply.prompt_token_ids)
         told = [self.voice.name, f"{count:,} tokens"]
         if self._first is not None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
 
     if arguments.adapter is not None and arguments.adapters:
         raise ConfigError("--adapter: expected --adapters alone, got both; put the adapter's folder there")
-    name = arguments.name or Path(arguments.model).name
+    name = arguments.name or Path(arguments.model).absolute().name
     settings = ServerSettings(
         name=name,
         host=arguments.host,

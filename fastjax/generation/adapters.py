@@ -107,7 +107,7 @@ class AdapterSet:
         return dataclasses.replace(self, numbers={**self.numbers, name: slot})
 
     def of_value(self, model: LanguageModel) -> "AdapterSet":
-        """The same adapters around another value of the model.
+        """These adapters around another value of the model.
 
         Args:
             model: the value, without other adapters.

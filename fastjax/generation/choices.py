@@ -47,7 +47,7 @@ class Piece:
 
 
 class PromptTold(NamedTuple):
-    """What is told of a prompt's tokens, as a `Piece` has it."""
+    """Log-probabilities of a prompt's tokens, as a `Piece` has them."""
 
     log_probs: tuple[float | None, ...] = ()
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()

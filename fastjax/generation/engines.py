@@ -68,7 +68,7 @@ class Engines:
 
     @property
     def cache(self) -> tuple[int, int]:
-        """As `Engine.cache`, of all devices together."""
+        """`Engine.cache` of all devices together."""
         used, room = zip(*(engine.cache for engine in self.engines), strict=True)
         return sum(used), sum(room)
 

@@ -54,12 +54,14 @@ class Adapters:
         """Load every adapter in the folders, before requests come.
 
         Raises:
-            ConfigError, ConvertError: of one that does not fit, or finds no slot.
+            ConfigError, ConvertError: of one that does not fit, finds no slot, or has a name that is taken.
         """
         for root in self._roots:
             for folder in sorted(root.iterdir()):
                 if _NAME.fullmatch(folder.name) and (found := _inside(root, folder.name)) is not None:
-                    self._check_name(folder.name)
+                    if folder.name in self._models.names:
+                        problem = f"expected a name that is not taken, got {shown(str(folder))}; rename it, or --name"
+                        raise ConfigError(f"adapters: {problem}")
                     self._load(folder.name, found)
 
     async def load(self, http: Request) -> Response:
@@ -128,7 +130,7 @@ def _inside(root: Path, name: str) -> Path | None:
     folder = (root / name).resolve()
     if not folder.is_relative_to(root) or not (folder / CONFIG).is_file():
         return None
-    return folder if all(each.resolve().is_relative_to(root) for each in folder.iterdir()) else None
+    return folder if all(each.resolve().is_relative_to(root) for each in folder.rglob("*")) else None
 
 
 def _plain(error: Exception, folder: Path, name: str) -> str:

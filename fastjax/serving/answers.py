@@ -11,7 +11,7 @@ from fastjax.serving.worker import Ticket, Wanted
 
 
 class Growth(NamedTuple):
-    """What an answer has gained.
+    """New text and tokens of an answer.
 
     Attributes:
         choice: its number among all of the request, of each prompt `n`.
@@ -55,7 +55,7 @@ class Answers:
         return next(place for place, first in enumerate(self._first[1:]) if choice < first)
 
     async def grown(self, ticket: Ticket) -> AsyncIterator[Growth]:
-        """What comes, until all have ended. Closing the iterator cancels those that have not.
+        """Growths, until all have ended. Closing the iterator cancels those that have not.
 
         Args:
             ticket: of the request's prompts.

@@ -15,7 +15,7 @@ from fastjax.serving.errors import ApiError
 from fastjax.serving.guard import Guard
 from fastjax.serving.model import Models, ServedModel
 from fastjax.serving.settings import ServerSettings
-from fastjax.serving.worker import Worker
+from fastjax.serving.worker import Closing, Worker
 
 
 def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
@@ -44,7 +44,7 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name}", endpoints.model),
+        Route("/v1/models/{name:path}", endpoints.model),
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
@@ -53,7 +53,7 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
     ]
     routes += page.routes(settings)
 
-    handlers = {kind: refused for kind in (ApiError, ConfigError, DataError)}
+    handlers = {kind: refused for kind in (ApiError, Closing, ConfigError, DataError)}
     guard = Middleware(Guard, settings=settings, metrics=worker.metrics)
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers | {HTTPException: _not_found})
     app.state.close = endpoints.close

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -17,7 +17,7 @@ from fastjax.serving.chat import ChatForm
 from fastjax.serving.completions import CompletionForm
 from fastjax.serving.errors import FAILED, ApiError
 from fastjax.serving.events import EventStream, unless_gone
-from fastjax.serving.model import Models
+from fastjax.serving.model import Models, ServedModel
 from fastjax.serving.requests import Reader, Request
 from fastjax.serving.settings import ServerSettings
 from fastjax.serving.worker import Closing, EngineFailed, QueueFull, Ticket, Worker
@@ -67,7 +67,7 @@ class Endpoints:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize: the tokens that the same prompt or conversation has as a request."""
-        found = fields.read(fields.parse(await http.body()), fields.TOKENIZE)
+        found = fields.read(await self._read(fields.parse, await http.body()), fields.TOKENIZE)
         model, _ = self._reader.asked({"model": self._models.base} | found)
         if ("prompt" in found) == ("messages" in found):
             raise ApiError(400, "prompt: expected either prompt or messages, got both or none", param="prompt")
@@ -77,6 +77,9 @@ class Endpoints:
             [ids] = await self._read(self._reader.prompts, found, model)
         else:
             raise ApiError(400, "prompt: expected a text", param="prompt")
+        return await self._read(self._tokens, ids, model)
+
+    def _tokens(self, ids: Sequence[int], model: ServedModel) -> Response:
         told = {"count": len(ids), "max_model_len": self._reader.max_length, "tokens": ids}
         return JSONResponse(told | {"token_strs": [model.tokens.text(token) for token in ids]})
 
@@ -86,11 +89,11 @@ class Endpoints:
         return {"id": name, "object": "model", "created": 0, "owned_by": "fastjax", **about}
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Read a prompt beside the event loop."""
+        """Read a body or a prompt, which may be long, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside, function, *arguments)
 
     async def _answered(self, http: HttpRequest, read: Callable[..., Request], form: type[Form]) -> Response:
-        body = fields.parse(await http.body())
+        body = await self._read(fields.parse, await http.body())
         request = await self._read(read, body)
         ticket = self._submitted(request)
         answers = Answers(request)
@@ -101,7 +104,7 @@ class Endpoints:
         accepted = await unless_gone(http.receive, self._accepted(ticket))
         if accepted is None:
             return Response(status_code=499)
-        return EventStream(self._events(ticket, answers, told, request))
+        return EventStream(self._events(ticket, answers, told, request), ticket.cancel)
 
     def _submitted(self, request: Request) -> Ticket:
         try:
@@ -109,15 +112,13 @@ class Endpoints:
         except QueueFull:
             message = "the queue is full: as many answers as the server takes are waited for; ask again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
-        except Closing:
-            raise closing() from None
 
     async def _accepted(self, ticket: Ticket) -> bool:
         try:
             await ticket.accepted()
             return True
         except EngineFailed:
-            raise closing() from None
+            raise Closing from None
         except ConfigError as error:
             if str(error).startswith("adapter:"):  # it was dropped since the request was read
                 raise ApiError(404, f"model: {error}", param="model", code="model_not_found") from None
@@ -160,18 +161,11 @@ class Endpoints:
             if not isinstance(error, EngineFailed):
                 _LOG.exception("a stream has failed")
             yield _event(ApiError(500, FAILED).body())
-        finally:
-            ticket.cancel()
         yield b"data: [DONE]\n\n"
 
     def _late(self) -> ApiError:
         seconds = self._settings.request_seconds
         return ApiError(504, f"the answer has taken longer than {seconds:g} s; ask for fewer tokens", code="timeout")
-
-
-def closing() -> ApiError:
-    """The refusal of a server that ends."""
-    return ApiError(503, "the server is about to end, and takes no more requests", headers={"Retry-After": "10"})
 
 
 async def refused(http: HttpRequest, error: Exception) -> Response:
@@ -183,6 +177,9 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
     """
     if isinstance(error, ConfigError | DataError):
         error = ApiError.of(error)
+    elif isinstance(error, Closing):
+        message = "the server is about to end, and takes no more requests"
+        error = ApiError(503, message, headers={"Retry-After": "10"})
     assert isinstance(error, ApiError)
     return error.response()
 

@@ -58,7 +58,7 @@ class ApiError(Exception):
         return cls(400, message, param=found[1] if found else None)
 
     def body(self) -> dict[str, Any]:
-        """What the client is told."""
+        """The body that the client gets."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -16,21 +16,25 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]):
+    def __init__(self, events: AsyncGenerator[bytes], ended: Callable[[], None]):
         """Begin.
 
         Args:
             events: whole ones.
+            ended: is called once nothing more is sent, even if no event was.
         """
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them."""
-        async with contextlib.aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await unless_gone(receive, self._send(send))
+        try:
+            async with contextlib.aclosing(self._events):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await unless_gone(receive, self._send(send))
+        finally:
+            self._ended()
 
     async def _send(self, send: Send) -> None:
         async for events in self._events:

@@ -1,4 +1,4 @@
-"""What is refused before a handler is called, and limits of what a client may send and of how slowly it may read.
+"""Refusals before a handler is called, and limits of what a client may send and of how slowly it may read.
 
 In this order: the header `Host` (a page elsewhere that has pointed its own name at this machine: DNS rebinding), a
 foreign `Origin`, the key, the type of the content, and the size and the time of the body, which is read here.
@@ -65,21 +65,24 @@ class Guard:
                 raise SlowReader from None
 
         try:
-            self._check(scope)
-            body = await self._body(scope, receive)
-            held = 0 if body is None else len(body)
-            await self._app(scope, receive if body is None else _replayed(body, receive), bounded)
-        except ApiError as error:
-            await error.response()(scope, receive, bounded)
-        except SlowReader:
+            try:
+                self._check(scope)
+                body = await self._body(scope, receive)
+                held = 0 if body is None else len(body)
+                await self._app(scope, receive if body is None else _replayed(body, receive), bounded)
+            except ApiError as error:
+                await error.response()(scope, receive, bounded)
+            except SlowReader:
+                raise
+            except Exception:
+                _LOG.exception("a handler has failed")
+                if status:
+                    _abort(scope)
+                else:
+                    await ApiError(500, FAILED).response()(scope, receive, bounded)
+        except SlowReader:  # of a refusal too
             status = 0
             _abort(scope)
-        except Exception:
-            _LOG.exception("a handler has failed")
-            if status:
-                _abort(scope)
-            else:
-                await ApiError(500, FAILED).response()(scope, receive, bounded)
         finally:
             self._held -= held
             route = _route(scope)
@@ -93,7 +96,7 @@ class Guard:
         if len(hosts) != 1 or not self._is_allowed(hosts[0]):
             raise ApiError(403, "Host: expected an IP address, localhost, or a name of --allowed_host", param="Host")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != hosts[0].lower():
+        if origin is not None and _place(origin) != hosts[0].lower():
             raise ApiError(403, "Origin: expected this server's own, got another page's", param="Origin")
         if scope["path"] not in OPEN and self._key is not None:
             given = headers.get("authorization", "")
@@ -163,7 +166,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """What an application receives of a body that was read already, and then the client's end."""
+    """A `receive` that gives a body that was read already, and then the client's end."""
     given = False
 
     async def replayed() -> Message:
@@ -174,6 +177,14 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
+
+
+def _place(origin: str) -> str | None:
+    """Host and port of an `Origin`; None: it has none."""
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:  # half an IPv6 address
+        return None
 
 
 def _abort(scope: Scope) -> None:

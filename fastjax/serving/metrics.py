@@ -46,7 +46,7 @@ class Histogram:
 
 
 class Metrics:
-    """What a server has done.
+    """Figures of a server's work.
 
     Attributes:
         prompt: tokens of prompts that came in.

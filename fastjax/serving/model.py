@@ -28,7 +28,7 @@ _OF_FOLDER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class ServedModel:
-    """What is known of a model, or of an adapter, which may have a chat template of its own; it holds no weights.
+    """A model's or an adapter's tokenizer, chat template and defaults; it holds no weights.
 
     Attributes:
         tokenizer: its tokenizer.

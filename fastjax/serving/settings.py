@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import re
 from typing import Annotated, Literal
 
 from annotated_types import Interval, MinLen
@@ -63,6 +64,8 @@ class ServerSettings:
     """for the answers that are under way when the server is asked to end."""
 
     def __post_init__(self) -> None:
+        if self.key is not None and not re.fullmatch("[!-~][ -~]*[!-~]", self.key):
+            raise ConfigError("key: expected ASCII without spaces around it, which clients can send, got others")
         if not is_local(self.host) and self.key is None:
             raise ConfigError(
                 f"host: expected an address of this machine alone without a key, such as 127.0.0.1, got {self.host}; "

@@ -42,7 +42,7 @@ _INLINE = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought
 
 
 class Probes:
-    """What a template writes for messages of the assistant."""
+    """Texts that a template writes for messages of the assistant."""
 
     def __init__(self, template: ChatTemplate):
         """Take a template; nothing is rendered yet."""

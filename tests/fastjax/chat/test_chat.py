@@ -57,14 +57,15 @@ class Asked:
 
 class Voice:
     def __init__(self, name):
-        self.name, self.asked = name, []
+        self.name, self.asked, self.begun = name, [], []
 
     def ask(self, messages, options):
         question = messages[-1]["content"]
-        if question == "too long":
+        if question == "too long" or question == f"too long for {self.name}":
             raise ConfigError("the conversation is too long")
         self.asked.append((messages, options))
-        return Asked(self, question if question == "interrupt" else f"{self.name}: {question}")
+        self.begun.append(Asked(self, question if question == "interrupt" else f"{self.name}: {question}"))
+        return self.begun[-1]
 
 
 class Voices:
@@ -173,6 +174,16 @@ def test_what_goes_wrong_is_told_and_the_next_question_is_answered(line, told):
     shown, notes, voices, right = talk(line, "two")
     assert not right and told in notes and shown == "tuned: two\n"
     assert [message["content"] for message in voices["tuned"].asked[0][0]] == ["two"]
+
+
+def test_a_refusal_leaves_the_conversation_and_no_voice_at_work():
+    """A voice whose answer nobody takes would generate it before the next one."""
+    question = "too long for tuned"
+    *_, voices, right = talk("/base", question, "/compare", "/adapter tuned", "/retry", "/base", "two")
+    assert not right and [asked.done for asked in voices["base"].begun] == [True] * 3
+    assert voices["base"].begun[1].reply.finish_reason == "cancelled"
+    last = [message["content"] for message in voices["base"].asked[-1][0]]
+    assert last == [question, f"base: {question}", "two"]
 
 
 def test_settings_and_seeds():

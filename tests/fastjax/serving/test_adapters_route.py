@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from fastjax.errors import ConfigError
 from tests.support import serving
 from tests.support.serving import CHAT, KEY, chat_body
 
@@ -19,6 +20,11 @@ def place(tmp_path_factory):
     os.mkdir(folder / "served" / "half")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.symlink(folder / "elsewhere" / "sums" / name, folder / "served" / "half" / name)
+    serving.write_adapters(folder / "served" / "deep")
+    for part in (folder / "served" / "deep" / "sums").iterdir():
+        part.rename(folder / "served" / "deep" / part.name)
+    (folder / "served" / "deep" / "templates").mkdir()
+    os.symlink(folder / "elsewhere" / "sums" / "adapter_config.json", folder / "served" / "deep" / "templates" / "a")
     return folder
 
 
@@ -61,7 +67,21 @@ def test_one_that_is_dropped_in_use(server):
 
 @pytest.mark.parametrize(
     "path",
-    ["../elsewhere/sums", "..", ".", "", "/etc", "a%2f..", "out", "half", "none", "sums/", "sums\x00", "a/../sums"],
+    [
+        "../elsewhere/sums",
+        "..",
+        ".",
+        "",
+        "/etc",
+        "a%2f..",
+        "out",
+        "half",
+        "deep",
+        "none",
+        "sums/",
+        "sums\x00",
+        "a/../sums",
+    ],
 )
 def test_nothing_is_read_elsewhere(server, place, path):
     response = server.post(LOAD, {"lora_name": "new", "lora_path": path})
@@ -70,6 +90,22 @@ def test_nothing_is_read_elsewhere(server, place, path):
     full = server.post(LOAD, {"lora_name": "new", "lora_path": str(place / "served" / "sums")})
     assert full.json()["error"] == error  # one answer, whatever is there
     assert server.client.get("/v1/models").json()["data"][-1]["id"] != "new"
+
+
+def test_one_name_in_two_folders(place):
+    folders = [str(place / name) for name in ("served", "elsewhere")]
+    with pytest.raises(ConfigError, match="adapters: expected a name that is not taken, got .*elsewhere/Tales"):
+        with serving.served(serving.engine(adapter_slots=3, adapter_rank=4), adapters=folders):
+            pass
+
+
+def test_while_the_server_ends(place):
+    with serving.served(
+        serving.engine(adapter_slots=3, adapter_rank=4), key=KEY, adapters=[str(place / "served")]
+    ) as server:
+        assert server.worker.close()
+        assert server.post(LOAD, {"lora_name": "new", "lora_path": "sums"}).status_code == 503
+        assert server.post(UNLOAD, {"lora_name": "sums"}).status_code == 503
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", "", "<script>", "é", "x" * 129])

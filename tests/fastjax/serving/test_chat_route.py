@@ -159,9 +159,9 @@ def test_models(server):
     assert server.client.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("name", ["Tiny", "tin", "SUMS", "none"])
+@pytest.mark.parametrize("name", ["Tiny", "tin", "SUMS", "none", "org/tiny"])
 def test_a_name_that_is_not_there(server, name):
     error = server.refused(CHAT, chat_body(model=name), 404)
     assert error["code"] == "model_not_found" and error["param"] == "model"
     assert error["message"] == f"model: expected one of tiny, Tales, sums, got {name!r}"
-    assert server.client.get(f"/v1/models/{name}").status_code == 404
+    assert server.client.get(f"/v1/models/{name}").json()["error"]["code"] == "model_not_found"

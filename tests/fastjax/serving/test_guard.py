@@ -36,7 +36,7 @@ def test_a_foreign_host(server, host):
     assert server.client.get("/health", headers={"Host": "[::1]:9"}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://["])
 def test_a_foreign_origin(server, origin):
     for method, path in (("POST", CHAT), ("OPTIONS", CHAT), ("GET", "/v1/models")):
         response = server.client.request(method, path, headers={"Origin": origin})
@@ -64,7 +64,7 @@ def test_every_route_needs_the_key(server):
         for route in routes:
             for method in route.methods:
                 for header in wrong:
-                    path = route.path.replace("{name}", "tiny")
+                    path = route.path.replace("{name:path}", "tiny")
                     response = stranger.request(method, server.url + path, headers=header)
                     if path in OPEN_PATHS or path == "/health":
                         assert response.status_code == 200
@@ -126,6 +126,21 @@ def test_too_slow():
         assert server.client.get("/health").status_code == 200
 
 
+def test_refusals_that_nobody_reads():
+    """Answers of the guard itself are cut as those of the routes."""
+    with serving.served(serving.engine(), write_seconds=0.5) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect(("127.0.0.1", server.port))
+        connection.settimeout(0.2)
+        try:
+            while True:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" * 1000)
+        except (TimeoutError, ConnectionResetError, BrokenPipeError):
+            pass
+        serving.until(lambda: server.worker.metrics.responses["/health", 0] == 1)
+        serving.until(lambda: not server.server.server_state.connections)
+
+
 def test_the_limits_of_settings():
     with pytest.raises(
         ConfigError, match=r"host: expected an address of this machine alone without a key.*FASTJAX_API_KEY"
@@ -134,3 +149,6 @@ def test_the_limits_of_settings():
     assert ServerSettings(host="0.0.0.0", key=KEY).key == KEY and KEY not in repr(ServerSettings(key=KEY))
     with pytest.raises(ConfigError, match="key: expected"):
         ServerSettings(key="short")
+    for key in ("clé-of-a-server-à", KEY + " ", KEY + "\n"):
+        with pytest.raises(ConfigError, match="key: expected ASCII without spaces around it"):
+            ServerSettings(key=key)
