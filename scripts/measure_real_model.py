@@ -240,7 +240,7 @@ def answer_with_peft(model: str, adapter: str, prompts: str, new: int, file: str
     from fastjax.training.report import usage
 
     config = TrainConfig(ModelSection(model), DataSection("-"), OutputSection("-"))
-    _, lines = usage(config, Path(adapter), read_json(Path(model) / "config.json"), "float32")
+    lines = usage(config, Path(adapter), read_json(Path(model) / "config.json"), "float32").python
     print(lines, file=sys.stderr)
     names: dict[str, Any] = {}
     exec(lines, names)

@@ -29,6 +29,7 @@ def torch_answers(model, prompts, **options):
         return model.generate(tokens, attention_mask=mask.long(), **settings)[:, width:].tolist()
 
 
+@pytest.mark.exhaustive("scan")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_greedy_answers_equal_transformers(layer_loop):
     reference = torch_llama.build(CONFIG, tiny.arrays(CONFIG))
