@@ -33,7 +33,7 @@ def words(text):
 
 
 def probability(index):
-    """Of the word at a place of an answer."""
+    """The probability of the word at a place of an answer."""
     return (0.9, 0.6, 0.3, 0.1, 0.02)[index % 5]
 
 

@@ -50,7 +50,7 @@ class CallFormat:
         closing: texts behind a call and behind all, which are no content.
         name_key: of a call that is one JSON object, the key of its name; "": the name is the key of the arguments;
             None: it is no such object.
-        arguments_key: likewise, of its arguments.
+        arguments_key: of such an object, the key of its arguments.
         argument: of arguments in tags, how each is written.
         literal: of arguments that are literals, how they are written.
         follows: whether further calls follow behind a comma, without the text before the first.

@@ -84,7 +84,7 @@ class Voices:
 
 
 def talk(*messages, terminal=False, **more):
-    """What is shown, what is noted beside it, the chat, and whether all went right."""
+    """The text that is shown, the notes beside it, the chat, and whether all went right."""
     output, notes = io.StringIO(), io.StringIO()
     shown = Console(file=output, force_terminal=terminal, width=80, highlight=False, soft_wrap=True, color_system=None)
     beside = shown if terminal else Console(file=notes, width=200, soft_wrap=True)

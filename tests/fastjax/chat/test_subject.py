@@ -1,4 +1,4 @@
-"""What a folder has to talk to."""
+"""A run's folder, an adapter's and a model's as somebody to talk to."""
 
 import json
 

@@ -40,7 +40,7 @@ def made(source, *, adds_bos=False):
 
 
 def rendered(template, messages):
-    """What Go's text/template makes of the few constructs that are used."""
+    """The text that Go's text/template makes of the few constructs that are used."""
     head, loop, answer = re.fullmatch(r"(.*?)\{\{ range \.Messages }}(.*)\{\{ end }}(.*)", template, re.S).groups()
     system = any(message["role"] == "system" for message in messages)
     unasked = re.fullmatch(r"\{\{ if not \.System }}(.*)\{\{ end }}", head, re.S)

@@ -254,7 +254,7 @@ def test_rows_that_are_used_again_keep_nothing(engine):
 @pytest.mark.exhaustive("32")
 @pytest.mark.parametrize("chunk", [16, 32])
 def test_a_long_prompt_holds_up_no_row_and_changes_no_answer(chunk, monkeypatch):
-    """Of a prompt in pieces and of many prompts, a step takes in one call's worth; rows get their tokens meanwhile."""
+    """A step takes in one call's worth of a long prompt, or of many; rows get their tokens meanwhile."""
     monkeypatch.setattr(engine_module, "LEAST", chunk)
     engine = Engine(model(), rows=ROWS, tokens=ROOM * 16, steps=4, prefill_tokens=chunk)
     requests = [(prompt(10), GenerationOptions(max_new_tokens=40)), (prompt(110), GenerationOptions(max_new_tokens=8))]

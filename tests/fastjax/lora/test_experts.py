@@ -84,7 +84,7 @@ def test_equals_every_expert_on_every_token(compare, name, kind):
 
 @pytest.mark.parametrize("name, kind", [("both", "nf4"), ("clamped with biases", jnp.float32)])
 def test_one_token_reads_its_experts_alone(name, kind):
-    """As among many tokens, where no more experts are chosen than half of them: the others may be NaN."""
+    """The result is that among many tokens, though the adapters of experts that are not chosen are NaN."""
     maker = Maker()
     block, arrays = make(maker, name, kind)
     x, (weights, experts) = maker.normal(TOKENS, WIDTH), routing()

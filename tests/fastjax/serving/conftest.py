@@ -1,7 +1,8 @@
-"""One server for the tests that ask it, with two adapters, a key and a small queue."""
+"""One server for the tests that ask it, with two adapters, a key and a small queue; and a browser."""
 
 import pytest
 
+from tests.support import browser as chromium
 from tests.support import serving
 
 
@@ -12,3 +13,15 @@ def server(tmp_path_factory):
     engine = serving.engine(adapter_slots=3, adapter_rank=4)
     with serving.served(engine, key=serving.KEY, adapters=[str(folder)], body_bytes=2**20) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def opened(browser):
+    with chromium.pages(browser) as open_page:
+        yield open_page

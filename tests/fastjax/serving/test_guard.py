@@ -1,4 +1,4 @@
-"""What is refused before a handler is called: hosts, origins, keys, types, sizes and slowness."""
+"""Refusals before a handler is called: of hosts, origins, keys, types, sizes and slowness."""
 
 import socket
 import time
