@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from fastjax.training.config import PreferencesSection as PreferencesSection
     from fastjax.training.config import TrainingSection as TrainingSection
 
+    FastModel = FastLanguageModel
+
+#: Names of Unsloth's for families → the class that serves all.
+_FAMILIES = ("Model", "LlamaModel", "MistralModel", "QwenModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
+_FAMILIES = (*_FAMILIES, "GemmaModel", "Gemma2Model", "CohereModel", "GraniteModel", "FalconH1Model")
+_ALIASES = {f"Fast{name}": "FastLanguageModel" for name in _FAMILIES}
 _LOSSES = ("CPO", "DPO", "KTO", "ORPO", "Reward")
 _MODULES = {
     "fastjax.data.settings": ("DataSource",),
@@ -44,10 +50,11 @@ _MODULES = {
     "fastjax.training.config": ("OptimizerConfig", "OutputSection", "PreferencesSection", "TrainingSection"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULE_OF, *_ALIASES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    name = _ALIASES.get(name, name)
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

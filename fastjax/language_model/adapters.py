@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from convert.adapter_config import SCORED
 from convert.adapters import AdapterConfig
+from convert.hub import fetch
 from convert.model.paths import SCORE, TABLES, WeightPath
 from convert.quantization_aware import QuantizationAware
 from convert.trained_over import base_notes
@@ -29,7 +31,7 @@ from fastjax.language_model.host import (
 from fastjax.language_model.rewards import with_score_head
 from fastjax.language_model.variants import with_fake_quantization
 from fastjax.lora.attach import Adapters, make_adapters
-from fastjax.lora.fit import OpenAdapter
+from fastjax.lora.fit import OpenAdapter, open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
@@ -132,6 +134,35 @@ def with_fresh_adapter(model: LanguageModel, settings: LoraSettings) -> Language
     named = {"base_model_name_or_path": name, "revision": revision}
     adapter = fresh_adapter(model.config, settings, model.new_token_ids, **named)
     return attach_adapter(model, adapter, None, jax.random.key(settings.random_state))
+
+
+def load_adapter(
+    model: LanguageModel,
+    folder: str | Path,
+    lora_dropout: float | None = None,
+    allow_nonfinite: bool = False,
+    fake_quantization: bool = True,
+) -> LanguageModel:
+    """Attach the adapter of a PEFT folder, to generate with it or to train it on.
+
+    A tokenizer in the folder, with its chat template, becomes the model's, unless it knows fewer tokens. Where the
+    adapter was trained with new tokens, the model's tables grow by their rows.
+
+    Args:
+        model: without adapters.
+        folder: adapter_config.json and adapter_model.safetensors; or a name on the hub, as of a model.
+        lora_dropout: in place of the adapter's own.
+        allow_nonfinite: let NaN and infinity in its arrays through.
+        fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
+
+    Raises:
+        ConvertError: what is wrong with the folder.
+        ConfigError: it is not for this model (every misfit named).
+    """
+    source = fetch(folder)
+    check_bare(model)
+    opened = open_fitting(source.folder, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
+    return add_adapter(model, opened, lora_dropout, fake_quantization=fake_quantization)
 
 
 def add_adapter(

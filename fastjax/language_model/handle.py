@@ -5,15 +5,20 @@ train it, and save the same object. A handle is that object: it has its value's 
 methods, and a trainer puts the trained value in the old one's place.
 """
 
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.face import generate, stream
 from fastjax.generation.text import answers
+from fastjax.language_model import adapters
+from fastjax.language_model.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
 from fastjax.language_model.logits import logits
+from fastjax.language_model.other_names import MODEL
 from fastjax.language_model.rewards import rewards, with_score_head
-from fastjax.language_model.saving import push_to_hub, save_pretrained, save_pretrained_gguf, save_pretrained_merged
+from fastjax.language_model.saving import save_pretrained, save_pretrained_gguf, save_pretrained_merged
 from fastjax.language_model.variants import with_start
 
 #: To type checkers a handle is a model, since it has all that a model has.
@@ -52,6 +57,61 @@ class ModelHandle(_Model):
     save_pretrained_merged = save_pretrained_merged
     save_pretrained_gguf = save_pretrained_gguf
     push_to_hub = push_to_hub
+    push_to_hub_merged = push_to_hub_merged
+    push_to_hub_gguf = push_to_hub_gguf
+
+    @property
+    def device(self) -> str:
+        """Where `generate` takes token ids from: "cpu", for a tensor's `to`, wherever the weights are."""
+        return "cpu"
+
+    def save_lora(self, folder: str | Path, tokenizer: Any = None) -> Path:
+        """Write the adapter; see `save_pretrained`.
+
+        Args:
+            folder: created.
+            tokenizer: saved in place of the model's own; None: that.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.value.lora is None:
+            raise ConfigError("save_lora: expected a model with an adapter, got one without; use save_pretrained")
+        return save_pretrained(self.value, folder, tokenizer)
+
+    def load_adapter(self, folder: str | Path, **settings: Any) -> "ModelHandle":
+        """Attach the adapter of a PEFT folder to this model itself; see `adapters.load_adapter`.
+
+        Args:
+            folder: as there.
+            settings: as there.
+
+        Returns:
+            This handle.
+        """
+        self.become(adapters.load_adapter(self.value, folder, **settings))
+        return self
+
+    def for_inference(self, **others: Any) -> "ModelHandle":
+        """The handle itself: a model trains and generates as it is.
+
+        Args:
+            others: keywords of Unsloth's and PyTorch's, which change nothing here.
+        """
+        del others
+        return self
+
+    for_training = for_inference
+    eval = for_inference
+
+    def train(self, mode: bool = True) -> "ModelHandle":
+        """The handle itself, as `for_inference`.
+
+        Args:
+            mode: changes nothing here.
+        """
+        del mode
+        return self
 
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trained, as PEFT does."""
@@ -75,6 +135,8 @@ class ModelHandle(_Model):
     def __getattr__(self, name: str) -> Any:
         if name in ModelHandle.__slots__:  # an object that is being copied has none yet
             raise AttributeError(name)
+        if name in MODEL:
+            raise AttributeError(f"model.{name} is not served; use {MODEL[name]}")
         method = vars(LanguageModel).get(name)  # a handle's gives another handle
         return MethodType(method, self) if isinstance(method, FunctionType) else getattr(self.value, name)
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from convert.errors import shown
 from convert.families.mapping import read_config
 from convert.formats import FORMATS
-from convert.hub import fetch
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
 from fastjax.execution.language_model import LanguageModel, Model, check_model
@@ -23,11 +22,11 @@ from fastjax.execution.opening import OpenModel, open_pretrained, row_length
 from fastjax.execution.options import LoadOptions
 from fastjax.execution.precision import dtype_name, make_precision
 from fastjax.execution.zeros import zero_weights
-from fastjax.language_model.adapters import add_adapter, check_bare, with_fresh_adapter
+from fastjax.language_model.adapters import add_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.host import check_host_layers, with_host_embedding
-from fastjax.language_model.variants import with_checkpointing
-from fastjax.lora.fit import open_fitting
+from fastjax.language_model.other_names import ADAPTER, LOADING, qat_scheme_of
+from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.lora.settings import LoraSettings, tables_note
 from fastjax.models.decoder import Decoder
 from fastjax.models.new_rows import grown
@@ -52,13 +51,14 @@ class FastLanguageModel:
     """The entry points, with Unsloth's names; the models that they give are handles (`handle.ModelHandle`)."""
 
     @staticmethod
-    @keywords(LoadOptions, _load_options, positional=("max_seq_length", "dtype", "load_in_4bit"))
+    @keywords(LoadOptions, _load_options, positional=("max_seq_length", "dtype", "load_in_4bit"), beside=LOADING)
     def from_pretrained(
         model_name: str | os.PathLike[str],
         *,
         options: LoadOptions,
         revision: str | None = None,
         random_state: int = 3407,
+        qat_scheme: str | None = None,
     ) -> "tuple[ModelHandle, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder, or that of an adapter with the model that it was trained over.
 
@@ -68,6 +68,10 @@ class FastLanguageModel:
             options: the fields.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
             random_state: unused; `get_peft_model` has the seed of the adapters.
+            qat_scheme: with full_finetuning, as of `get_peft_model`.
+
+        Further keywords of Unsloth's and transformers' are taken at the values that ask for nothing else than is done
+        here (`other_names.LOADING`).
 
         Returns:
             The model, and its tokenizer.
@@ -77,7 +81,13 @@ class FastLanguageModel:
             ConvertError: what is wrong with the folder; NaN or infinity in it.
         """
         del random_state
+        if qat_scheme and not options.full_finetuning:
+            raise ConfigError(
+                f"from_pretrained: qat_scheme: expected none without full_finetuning, got {shown(qat_scheme, 60)}; "
+                "get_peft_model has it for an adapter"
+            )
         model = load_pretrained(open_pretrained(model_name, options, revision=revision), options)
+        model = with_fake_quantization(model, *qat_scheme_of(qat_scheme)) if qat_scheme else model
         assert model.tokenizer is not None, "a folder without one was refused"
         return ModelHandle(model), model.tokenizer
 
@@ -117,13 +127,14 @@ class FastLanguageModel:
         lambda given: LoraSettings(**given),
         positional=("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "layers_to_transform"),
         defaults={"lora_dropout": 0.0},
+        beside=ADAPTER,
     )
     def get_peft_model(
         model: LanguageModel,
         *,
         options: LoraSettings,
         use_gradient_checkpointing: bool | str | None = None,
-        loftq_config: None = None,
+        qat_scheme: str | None = None,
     ) -> ModelHandle:
         """Attach fresh LoRA adapters, with PEFT's argument names; everything else is frozen.
 
@@ -133,13 +144,15 @@ class FastLanguageModel:
             model: without adapters.
             options: the fields.
             use_gradient_checkpointing: as of `from_pretrained`; None keeps the model's.
-            loftq_config: None: an adapter starts as `init_lora_weights` says.
+            qat_scheme: the quantisation that the merged weights are trained for, one of `other_names.QAT_SCHEMES`, over
+                a base in its own 16 bits or in float32; None: none.
+
+        Further keywords of Unsloth's and PEFT's are taken at the values that ask for nothing else than is done here
+        (`other_names.ADAPTER`).
 
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.
         """
-        if loftq_config:
-            raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
         check_model(model)
         if use_gradient_checkpointing is not None:
@@ -150,55 +163,39 @@ class FastLanguageModel:
         assert model.lora is not None, "it has been attached"
         if (note := tables_note(model.lora, model.config)) is not None:
             print(f"note: {note}", file=sys.stderr)
+        model = with_fake_quantization(model, *qat_scheme_of(qat_scheme)) if qat_scheme else model
         return ModelHandle(model, origin)
 
     @staticmethod
-    def for_inference(model: Model) -> Model:
+    def for_inference(model: Model, **others: Any) -> Model:
         """The model itself: it is a value that trains and generates as it is.
 
         Args:
             model: any.
+            others: Unsloth's keywords, which change nothing here.
         """
+        del others
         return model
 
-    @staticmethod
-    def for_training(model: Model) -> Model:
-        """The model itself, as `for_inference`.
-
-        Args:
-            model: any.
-        """
-        return model
+    for_training = for_inference
 
     @staticmethod
-    def load_adapter(
-        model: LanguageModel,
-        folder: str | Path,
-        lora_dropout: float | None = None,
-        allow_nonfinite: bool = False,
-        fake_quantization: bool = True,
-    ) -> ModelHandle:
-        """Attach the adapter of a PEFT folder, to generate with it or to train it on.
+    def load_adapter(model: LanguageModel, folder: str | Path, **settings: Any) -> ModelHandle:
+        """Attach the adapter of a PEFT folder to a model, which stays as it is; see `adapters.load_adapter`.
 
-        A tokenizer in the folder, with its chat template, becomes the model's, unless it knows fewer tokens. Where the
-        adapter was trained with new tokens, the model's tables grow by their rows.
+        The result of a trainer becomes the model that it was made from, too.
 
         Args:
             model: without adapters.
-            folder: adapter_config.json and adapter_model.safetensors; or a name on the hub, as of a model.
-            lora_dropout: in place of the adapter's own.
-            allow_nonfinite: let NaN and infinity in its arrays through.
-            fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
+            folder: as there.
+            settings: as there.
 
         Raises:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        source, origin = fetch(folder), model if isinstance(model, ModelHandle) else None
-        model = value_of(model)
-        check_bare(model)
-        opened = open_fitting(source.folder, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
-        return ModelHandle(add_adapter(model, opened, lora_dropout, fake_quantization=fake_quantization), origin)
+        origin = model if isinstance(model, ModelHandle) else None
+        return ModelHandle(load_adapter(value_of(model), folder, **settings), origin)
 
 
 def load_pretrained(opened: OpenModel, options: LoadOptions, *, fake_quantization: bool = True) -> LanguageModel:

@@ -3,7 +3,6 @@
 import collections
 import errno
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,10 +100,10 @@ def save_pretrained_merged(
     """Write a plain Hugging Face folder with the adapter merged into its base, as `convert.merge` does.
 
     Args:
-        model: with an adapter on a model from a folder.
+        model: with an adapter on a model from a folder; or trained whole, in its folder's own dtype.
         folder: created; appears under its name only when whole.
         tokenizer: saved in place of the model's own; None: that.
-        save_method: in place of dtype, Unsloth's name: "merged_16bit", "merged_4bit", or "lora", which is
+        save_method: in place of dtype, Unsloth's name: "merged_16bit", "merged_4bit", "mxfp4", or "lora", which is
             `save_pretrained`.
         dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
             or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
@@ -125,6 +124,8 @@ def save_pretrained_merged(
     if save_method == "lora":
         return save_pretrained(model, folder)
     dtype = _merged_dtype(model, save_method, dtype)
+    if model.full_finetuning and dtype in (None, model.folder_dtype):
+        return save_pretrained(model, folder)
     if model.lora is None or model.folder is None:
         raise ConfigError(
             "save_pretrained_merged: expected an adapter on a model from a folder; save_pretrained writes a model "
@@ -151,82 +152,52 @@ def save_pretrained_gguf(
     model: LanguageModel,
     folder: str | Path,
     tokenizer: Any = None,
-    quantization_method: str = "q8_0",
+    quantization_method: str | Sequence[str] | None = None,
     *,
     base_in_nf4: bool = False,
     skip: Sequence[str] = (),
     pre_tokenizer: str | None = None,
     force: bool = False,
-) -> Path:
-    """Write a GGUF file for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
+) -> Any:
+    """Write GGUF files for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
 
-    Beside it stands a Modelfile for Ollama (`fastjax.data.modelfile`).
+    Beside each stands a Modelfile for Ollama (`fastjax.data.modelfile`).
 
     Args:
         model: with an adapter, or trained whole.
-        folder: of the file; created.
+        folder: of the files; created.
         tokenizer: in place of the model's own; None: that.
-        quantization_method: type of the matrices, one of `convert.gguf.TYPES`.
+        quantization_method: type of the matrices, one of `convert.gguf.TYPES` in letters of either case, or a list of
+            them, of each of which a file is written; None: q8_0.
         base_in_nf4: as of `save_pretrained_merged`.
         skip: modules, or ends of their names, whose matrices keep their dtype.
         pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
-        force: replace an existing file.
+        force: replace existing files.
 
     Returns:
-        The file, named by the folder and the type.
+        The file, named by the folder and the type; of a list of types the list of files.
 
     Raises:
         ConfigError: as of `save_pretrained_merged`.
         ConvertError: as of `export_gguf`.
         OSError: the disk is full, …; nothing half-written is left.
     """
-    model, folder, kind = _with_tokenizer(model, tokenizer), Path(folder), quantization_method
-    if kind not in TYPES:
-        raise ConfigError(
-            f"quantization_method: expected one of {', '.join(TYPES)}, got {kind}; for K-quants write f16 or bf16 and "
-            "use llama.cpp's llama-quantize"
-        )
+    model, folder = _with_tokenizer(model, tokenizer), Path(folder)
+    kinds = _gguf_types(quantization_method)
     check_logits(model, "save_pretrained_gguf")
     require_gguf()  # before anything is merged
-    file = folder / f"{folder.name}-{kind}.gguf"
+    files = [folder / f"{folder.name}-{kind}.gguf" for kind in kinds]
     folder.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(file) as scratch:
+    with scratch_folder(files[0]) as scratch:
         whole = scratch / "model"
         if model.full_finetuning:
             save_pretrained(model, whole)
         else:
             save_pretrained_merged(model, whole, save_method="merged_16bit", base_in_nf4=base_in_nf4)
-        export_gguf(whole, file, type=kind, skip=skip, pre_tokenizer=pre_tokenizer, force=force)
-        write_modelfile(file, whole, force=force)
-    return file
-
-
-def push_to_hub(
-    model: LanguageModel, repo_id: str, tokenizer: Any = None, *, token: str | None = None, private: bool = False
-) -> str:
-    """Upload what `save_pretrained` writes.
-
-    Args:
-        model: one of which something is trained.
-        repo_id: organisation/name; created where it is missing.
-        tokenizer: in place of the model's own; None: that.
-        token: of the hub; None: HF_TOKEN, or that of the login.
-        private: whether a new repository is.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        ConfigError: nothing is trained.
-        OSError: the hub's errors.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = save_pretrained(model, Path(temporary) / "model", tokenizer)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+        for kind, file in zip(kinds, files, strict=True):
+            export_gguf(whole, file, type=kind, skip=skip, pre_tokenizer=pre_tokenizer, force=force)
+            write_modelfile(file, whole, force=force)
+    return files if isinstance(quantization_method, list | tuple) else files[0]
 
 
 def trained_tensors(model: LanguageModel, *, keep: bool = True) -> Iterator[tuple[str, Any]]:
@@ -258,6 +229,20 @@ def _with_tokenizer(model: LanguageModel, tokenizer: Any) -> LanguageModel:
     return model if tokenizer is None else model.replace(tokenizer=tokenizer)
 
 
+def _gguf_types(method: str | Sequence[str] | None) -> list[str]:
+    """The types of GGUF files, by names of Unsloth's too."""
+    methods = method if isinstance(method, list | tuple) else [method]
+    named = {None: "q8_0", "fast_quantized": "q8_0", "not_quantized": "bf16"}
+    kinds = [named.get(one, str(one).lower()) for one in methods]
+    if not kinds or (unknown := [kind for kind in kinds if kind not in TYPES]):
+        raise ConfigError(
+            f"quantization_method: expected one of {', '.join(TYPES)}, or a list of them, got "
+            f"{', '.join(unknown) if kinds else 'none'}; for K-quants write f16 or bf16 and use llama.cpp's "
+            "llama-quantize"
+        )
+    return list(dict.fromkeys(kinds))
+
+
 def _merged_dtype(model: LanguageModel, save_method: str | None, dtype: str | None) -> str | None:
     """The dtype that Unsloth's name of a way to save stands for."""
     if save_method is None:
@@ -265,8 +250,8 @@ def _merged_dtype(model: LanguageModel, save_method: str | None, dtype: str | No
     if dtype is not None:
         raise ConfigError(f"save_method: expected none beside dtype, got {save_method}")
     dtype = model.folder_dtype
-    known = {"merged_16bit": dtype if dtype in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
-    known["merged_4bit_forced"] = known["merged_4bit"]
+    known = {"merged_16bit": dtype if dtype in ("bfloat16", "float16") else "bfloat16", "mxfp4": "mxfp4"}
+    known |= dict.fromkeys(("merged_4bit", "merged_4bit_forced"), "nf4")
     if save_method not in known:
         raise ConfigError(f"save_method: expected one of {', '.join([*known, 'lora'])}, got {save_method}")
     return known[save_method]

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
+from convert.errors import shown
+from fastjax.errors import ConfigError
+from fastjax.options.other_names import OtherNames
 from fastjax.options.words import meanings
 
 T = TypeVar("T")
@@ -22,6 +25,7 @@ def keywords(
     positional: Collection[str] = (),
     without: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    beside: OtherNames | None = None,
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Give a function with a parameter `options` the fields of a class of options in its place.
 
@@ -31,6 +35,7 @@ def keywords(
         positional: fields that may stand without their names, in this order, behind the function's own.
         without: fields that it does not take.
         defaults: of fields whose default is another one here.
+        beside: keywords of other libraries that it takes too.
     """
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in without}
     hints, defaults = typing.get_type_hints(kind), defaults or {}  # without the limits, which the class checks
@@ -48,6 +53,7 @@ def keywords(
 
         @functools.wraps(function)
         def call(*values: Any, **settings: Any) -> T:
+            settings = _translated(function.__name__, settings, beside)
             try:
                 given = signature.bind(*values, **settings).arguments
             except TypeError as error:
@@ -65,3 +71,18 @@ def keywords(
         return call
 
     return decorate
+
+
+def _translated(function: str, settings: dict[str, Any], beside: OtherNames | None) -> dict[str, Any]:
+    """Keywords with those of other libraries as the function's own."""
+    if beside is None or not (named := beside.known & settings.keys()):
+        return settings
+    own = {name: value for name, value in settings.items() if name not in named}
+    for name, value in beside.translated(function, {name: settings[name] for name in named}).items():
+        if own.get(name, value) not in (None, value):
+            raise ConfigError(
+                f"{function}: {name}: expected {value!r} or none beside {', '.join(sorted(named))}, got "
+                f"{shown(own[name], 60)}"
+            )
+        own[name] = value
+    return own

@@ -28,7 +28,7 @@ def test_the_section_is_the_options_and_the_models_name():
 @pytest.mark.parametrize(
     ("function", "others", "changed"),
     [
-        (FastLanguageModel.from_pretrained, {"model_name", "revision", "random_state"}, {}),
+        (FastLanguageModel.from_pretrained, {"model_name", "revision", "random_state", "qat_scheme"}, {}),
         (FastLanguageModel.from_config, {"config", "random_state", "tokenizer", "mesh"}, {"load_in_4bit": False}),
     ],
 )

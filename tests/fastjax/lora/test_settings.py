@@ -26,7 +26,7 @@ def test_get_peft_model_takes_the_same():
     parameters = inspect.signature(FastLanguageModel.get_peft_model).parameters
     found = {name: parameter.default for name, parameter in parameters.items()}
     assert found.pop("model") is inspect.Parameter.empty and found.pop("use_gradient_checkpointing") is None
-    assert found.pop("loftq_config") is None  # a name of Unsloth's notebooks, which is refused with a value
+    assert found.pop("qat_scheme") is None  # of the model, not of its adapter
     assert found == SETTINGS | {"lora_dropout": 0.0}  # what null means without an adapter to start from
 
 
