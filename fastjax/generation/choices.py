@@ -10,7 +10,6 @@ from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.generation.adapters import NO_ADAPTER
 from fastjax.generation.options import GenerationOptions
-from fastjax.generation.programs import Decoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,31 +88,34 @@ class Choice:
         return len(self.prompt) + self.options.max_new_tokens
 
 
-def piece_of(one: Choice, came: Decoded, *, first: bool = False) -> Piece:
+def piece_of(
+    one: Choice, tokens: Sequence[int], log_probs: Sequence[float], likeliest: tuple[Any, Any], *, first: bool = False
+) -> Piece:
     """New tokens of an answer, up to its end.
 
     Args:
         one: the answer.
-        came: its part of what came, [K] and [K, A].
+        tokens: that came; -1 behind its end, so that one that ends it is the last of the others.
+        log_probs: of each.
+        likeliest: ids and log-probabilities of the likeliest tokens in the place of each, arrays [K, A].
         first: whether these are its first, with what is told of its prompt.
     """
-    tokens = [int(token) for token in came.tokens if token >= 0][: one.options.max_new_tokens]
-    stop = next((place for place, token in enumerate(tokens) if token in one.options.stop_tokens), None)
-    count = len(tokens) if stop is None else stop
+    came = [token for token in tokens if token >= 0][: one.options.max_new_tokens]
+    stop = came.pop() if came and came[-1] in one.options.stop_tokens else None
+    count = len(came)
     reason = "length" if one.answered + count >= one.options.max_new_tokens else None
-    piece = Piece(
+    told = (one.source or one).told if first else PromptTold()
+    return Piece(
         one.request,
         one.number,
-        tuple(tokens[:count]),
-        tuple(float(value) for value in came.log_probs[:count]),
-        pairs(came.likeliest_ids[:count], came.likeliest[:count], one.options.top_logprobs),
+        tuple(came),
+        tuple(log_probs[:count]),
+        pairs(likeliest[0][:count], likeliest[1][:count], one.options.top_logprobs),
         reason if stop is None else "stop",
-        None if stop is None else tokens[stop],
+        stop,
+        told.log_probs,
+        told.likeliest,
     )
-    if not first:
-        return piece
-    told = (one.source or one).told
-    return dataclasses.replace(piece, prompt_log_probs=told.log_probs, prompt_likeliest=told.likeliest)
 
 
 def pairs(ids: Any, values: Any, wanted: int | None) -> tuple[tuple[tuple[int, float], ...], ...]:

@@ -10,7 +10,7 @@ import collections
 import concurrent.futures
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,20 @@ WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _BETWEEN = 16
 #: A call ends early when this part of its rows have ended and others wait.
 _ENDED = 16
+
+
+class _UnderWay(NamedTuple):
+    """A step that the device does.
+
+    Attributes:
+        first: calls that take prompts in, with what they pick and tell.
+        decoding: answers whose later tokens come.
+        later: these; None: no answer's.
+    """
+
+    first: list[tuple[Call, Picked, Told | None]]
+    decoding: list[Choice]
+    later: Decoded | None
 
 
 class Engine:
@@ -117,6 +131,7 @@ class Engine:
         self._entering: list[Choice] = []
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
+        self._under_way = _UnderWay([], [], None)
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -280,6 +295,20 @@ class Engine:
         Raises:
             ConfigError: in a mesh of several devices (`jax.set_mesh`).
         """
+        return [*self.begin(steps), *self.first(), *self.rest()]
+
+    def begin(self, steps: int | None = None) -> list[Piece]:
+        """Give the device a step to do, and do not wait for it; `first` and then `rest` do.
+
+        Args:
+            steps: as of `step`.
+
+        Returns:
+            The ends of the answers that were cancelled.
+
+        Raises:
+            ConfigError: as of `step`.
+        """
         pieces, self._ended = self._ended, []
         self._admit()
         most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
@@ -290,14 +319,23 @@ class Engine:
         decoding = [one for one in self._going if one.options.max_new_tokens > 1]
         wanted = min(self.steps, steps or self.steps, _BETWEEN if self._entering else self.steps)
         later = self._decoded(decoding, wanted) if decoding else None
-        fetched_first, fetched_later = jax.device_get(([each[1:] for each in first], later))
-        for (call, *_), (picked, told) in zip(first, fetched_first, strict=True):
+        self._under_way = _UnderWay(first, decoding, later)
+        return pieces
+
+    def first(self) -> list[Piece]:
+        """The first tokens of the answers whose prompts have come in with the step that was begun."""
+        pieces = []
+        for call, *arrays in self._under_way.first:
+            picked, told = jax.device_get(arrays)
             if told is not None:
                 add_told(call, told)
             pieces += self._pieces(call.ended, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)), first=True)
-        if fetched_later is not None:
-            pieces += self._pieces(list(enumerate(decoding)), fetched_later)
         return pieces
+
+    def rest(self) -> list[Piece]:
+        """The later tokens of the step that was begun."""
+        (_, decoding, later), self._under_way = self._under_way, _UnderWay([], [], None)
+        return [] if later is None else self._pieces(list(enumerate(decoding)), jax.device_get(later))
 
     def _admit(self) -> None:
         """Give the answers that wait rows and pages, in the order in which they came."""
@@ -372,11 +410,12 @@ class Engine:
 
     def _pieces(self, entries: list[tuple[int, Choice]], tokens: Decoded, *, first: bool = False) -> list[Piece]:
         """Pieces of some answers, their first or later ones; those that ended give back their rows."""
-        pieces = []
+        pieces, (ids, log_probs) = [], (leaf.T.tolist() for leaf in tokens[:2])
         for column, one in entries:
             if one.row < 0:  # cancelled, or ended by its first token
                 continue
-            piece = piece_of(one, Decoded(*(leaf[:, column] for leaf in tokens)), first=first)
+            likeliest = (tokens.likeliest_ids[:, column], tokens.likeliest[:, column])
+            piece = piece_of(one, ids[column], log_probs[column], likeliest, first=first)
             one.answered += len(piece.tokens)
             if piece.finish_reason is not None:
                 self._finish(one)

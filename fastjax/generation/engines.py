@@ -6,7 +6,7 @@ the least to do, and all of them step at once.
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ class Engines:
         self._requests: dict[int, tuple[int, int, int]] = {}  # of requests that have not ended, as the others
         self._numbers: dict[tuple[int, int], int] = {}
         self._answers: dict[int, int] = {}
+        self._working: list[int] = []  # devices that do a step
 
     @property
     def busy(self) -> bool:
@@ -163,9 +164,26 @@ class Engines:
         Returns:
             What came.
         """
-        working = [place for place, engine in enumerate(self.engines) if engine.busy]
-        found = self._pool.map(lambda place: self.engines[place].step(steps), working)
-        return [self._numbered(place, piece) for place, pieces in zip(working, found, strict=True) for piece in pieces]
+        return [*self.begin(steps), *self.first(), *self.rest()]
+
+    def begin(self, steps: int | None = None) -> list[Piece]:
+        """Begin a step of every device that has something to do, as `Engine.begin`."""
+        self._working = [place for place, engine in enumerate(self.engines) if engine.busy]
+        return self._of_each(lambda engine: engine.begin(steps))
+
+    def first(self) -> list[Piece]:
+        """First tokens of the step that was begun, as `Engine.first`."""
+        return self._of_each(Engine.first)
+
+    def rest(self) -> list[Piece]:
+        """Later tokens of the step that was begun, as `Engine.rest`."""
+        return self._of_each(Engine.rest)
+
+    def _of_each(self, part: Callable[[Engine], list[Piece]]) -> list[Piece]:
+        found = self._pool.map(lambda place: part(self.engines[place]), self._working)
+        return [
+            self._numbered(place, piece) for place, pieces in zip(self._working, found, strict=True) for piece in pieces
+        ]
 
     def _numbered(self, place: int, piece: Piece) -> Piece:
         number = self._numbers[place, piece.request]

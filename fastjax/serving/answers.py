@@ -66,8 +66,8 @@ class Answers:
         left, told = len(self.growing), [0] * len(self.growing)
         try:
             async for pieces in ticket.pieces():
-                for piece in pieces:
-                    choice = self._first[piece.request] + piece.choice
+                for place, piece in pieces:
+                    choice = self._first[place] + piece.choice
                     one = self.growing[choice]
                     if one.finish_reason is not None:
                         continue
@@ -75,7 +75,7 @@ class Answers:
                     if one.finish_reason is not None:
                         left -= 1
                         if piece.finish_reason is None:
-                            ticket.cancel(piece.request, piece.choice)
+                            ticket.stop(place, piece.choice)
                     tokens, told[choice] = slice(told[choice], one.kept), one.kept
                     yield Growth(choice, one, text, tokens)
                 if not left:

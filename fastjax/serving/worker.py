@@ -1,8 +1,8 @@
 """The thread that owns an engine: requests go in, pieces of their answers come out on the event loop that asked.
 
-The thread does no more than the engine needs: it hands over the pieces of a step in one call, and text, JSON and
-sockets are the event loop's, which works while the device computes. What the engine is told (cancel, adapters) is told
-between two steps.
+The thread does no more than the engine needs. Text, JSON and sockets are the event loop's, which works while the device
+computes: the first tokens of answers are handed over at once, later ones when the next step has begun, so that the two
+threads do not contend while the device waits. What the engine is told (cancel, adapters) is told between two steps.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.choices import Piece
@@ -24,6 +24,9 @@ from fastjax.serving.metrics import Metrics
 _LOG = logging.getLogger("fastjax.serving")
 
 T = TypeVar("T")
+
+#: Tokens of each answer in a step in which prompts have come in.
+_SHORT = 1
 
 
 class QueueFull(Exception):
@@ -53,6 +56,18 @@ class Wanted:
     adapter: str | None = None
 
 
+class Came(NamedTuple):
+    """New tokens.
+
+    Attributes:
+        place: of the prompt in the request.
+        piece: of an answer to it.
+    """
+
+    place: int
+    piece: Piece
+
+
 class Ticket:
     """The answers to the prompts of one request, read by one coroutine.
 
@@ -61,6 +76,7 @@ class Ticket:
     Attributes:
         wanted: the prompts.
         left: answers that have not ended.
+        loop: the event loop of its reader.
     """
 
     def __init__(self, worker: "Worker", wanted: Sequence[Wanted]):
@@ -70,10 +86,11 @@ class Ticket:
         self.submitted = time.perf_counter()
         self.first: float | None = None  # the time of the first token, in the worker's thread
         self.numbers: list[int] = []  # of the engine's requests, in the worker's thread
+        self.stopped: set[tuple[int, int]] = set()  # prompt and choice of answers that a stop string ended, likewise
         self._worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._accepted: asyncio.Future[None] = self._loop.create_future()
-        self._came: collections.deque[Piece] = collections.deque()
+        self.loop = asyncio.get_running_loop()
+        self._accepted: asyncio.Future[None] = self.loop.create_future()
+        self._came: collections.deque[Came] = collections.deque()
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
@@ -86,8 +103,8 @@ class Ticket:
         """
         await asyncio.shield(self._accepted)
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """New tokens, all that have come since the last time; `request` is the number of the prompt.
+    async def pieces(self) -> AsyncIterator[list[Came]]:
+        """New tokens, all that have come since the last time.
 
         Raises:
             EngineFailed: the engine has failed, or the server has ended.
@@ -100,20 +117,24 @@ class Ticket:
             self._came.clear()
             if came:
                 yield came
-            left -= sum(piece.finish_reason is not None for piece in came)
+            left -= sum(piece.finish_reason is not None for _, piece in came)
             if left and self._error is not None:
                 raise self._error
 
-    def cancel(self, place: int | None = None, choice: int | None = None) -> None:
-        """End answers; of those that have ended nothing happens.
+    def cancel(self) -> None:
+        """End the answers; of those that have ended nothing happens."""
+        self._worker.cancel(self)
+
+    def stop(self, place: int, choice: int) -> None:
+        """End an answer whose text has come to a stop string.
 
         Args:
-            place: of the prompt; None: all.
-            choice: of its answers; None: all.
+            place: of the prompt.
+            choice: of its answers.
         """
-        self._worker.cancel(self, place, choice)
+        self._worker.stop(self, place, choice)
 
-    def deliver(self, pieces: Sequence[Piece], error: Exception | None = None) -> None:
+    def deliver(self, pieces: Sequence[Came], error: Exception | None = None) -> None:
         """Take what has come, on the event loop; the worker calls it."""
         self._came += pieces
         self._error = self._error or error
@@ -125,12 +146,9 @@ class Ticket:
                 self._accepted.exception()  # nobody may wait for it any more
         self._news.set()
 
-    def send(self, pieces: Sequence[Piece] = (), error: Exception | None = None) -> None:
-        """Deliver from another thread; a loop that has ended reads no more."""
-        try:
-            self._loop.call_soon_threadsafe(self.deliver, pieces, error)
-        except RuntimeError:
-            _LOG.debug("an answer came after the event loop's end")
+    def send(self, error: Exception | None = None) -> None:
+        """Tell from another thread that the engine has taken the prompts, or has not."""
+        _on(self.loop, self.deliver, (), error)
 
 
 class Worker:
@@ -165,6 +183,7 @@ class Worker:
         self._condition = threading.Condition()
         self._ending = self._over = False
         self._entered = False
+        self._came: list[Piece] = []  # that nobody was given yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -209,19 +228,24 @@ class Worker:
         self._tell(lambda: self._add(ticket))
         return ticket
 
-    def cancel(self, ticket: Ticket, place: int | None = None, choice: int | None = None) -> None:
-        """End answers of a ticket, as `Ticket.cancel`.
-
-        Args:
-            ticket: of `submit`.
-            place: of the prompt; None: all.
-            choice: of its answers; None: all.
-        """
+    def cancel(self, ticket: Ticket) -> None:
+        """End the answers of a ticket, as `Ticket.cancel`."""
 
         def tell() -> None:
-            for index, number in enumerate(ticket.numbers):
-                if place in (None, index) and number in self._tickets:
-                    self._engine.cancel(number, choice)
+            for number in ticket.numbers:
+                if number in self._tickets:
+                    self._engine.cancel(number)
+
+        self._tell(tell)
+
+    def stop(self, ticket: Ticket, place: int, choice: int) -> None:
+        """End an answer of a ticket, as `Ticket.stop`."""
+
+        def tell() -> None:
+            number = ticket.numbers[place]
+            if number in self._tickets:
+                ticket.stopped.add((place, choice))
+                self._engine.cancel(number, choice)
 
         self._tell(tell)
 
@@ -274,6 +298,7 @@ class Worker:
         except Exception:
             _LOG.exception("the engine has failed; its answers end, and the server stops")
             self.failed = True
+        self._hand_over()
         with self._condition:
             self._ending = True
         self._fail()
@@ -294,22 +319,32 @@ class Worker:
         return True
 
     def _step(self) -> None:
-        """A step of the engine; one in which prompts come in is short, so that their first tokens are sent at once."""
+        """A step of the engine; one in which prompts come in is short, so that others come in soon."""
+        if self._engine.busy:
+            steps, self._entered = _SHORT if self._entered else self._steps, False
+            self._came += self._engine.begin(steps)
+            self._hand_over()
+            self._came += self._engine.first()
+            self._hand_over()
+            self._came += self._engine.rest()
+            self.metrics.stepped(time.perf_counter())
         if not self._engine.busy:
-            return
-        steps, self._entered = 1 if self._entered else self._steps, False
-        by_ticket: dict[Ticket, list[Piece]] = {}
-        for piece in self._engine.step(steps):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give what has come to those who wait for it, with one call of their event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, dict[Ticket, list[Came]]] = {}
+        for piece in self._came:
             if piece.request not in self._tickets:  # one of a ticket that the engine refused another prompt of
                 continue
             ticket, place = self._tickets[piece.request]
-            by_ticket.setdefault(ticket, []).append(piece.numbered(place))
-            self._note(ticket, piece)
-        for ticket, pieces in by_ticket.items():
-            ticket.send(pieces)
-        self.metrics.stepped(time.perf_counter())
+            by_loop.setdefault(ticket.loop, {}).setdefault(ticket, []).append(Came(place, piece))
+            self._note(ticket, place, piece)
+        self._came = []
+        for loop, came in by_loop.items():
+            _on(loop, _deliver, came)
 
-    def _note(self, ticket: Ticket, piece: Piece) -> None:
+    def _note(self, ticket: Ticket, place: int, piece: Piece) -> None:
         """Count a piece, and forget a request that has ended."""
         now = time.perf_counter()
         if ticket.first is None and (piece.tokens or piece.finish_reason not in (None, "cancelled")):
@@ -317,7 +352,7 @@ class Worker:
             self.metrics.first_token.add(now - ticket.submitted)
         self.metrics.generated += len(piece.tokens)
         if piece.finish_reason is not None:
-            self._ended(ticket, piece.finish_reason)
+            self._ended(ticket, "stop" if (place, piece.choice) in ticket.stopped else piece.finish_reason)
             if not ticket.left:
                 self.metrics.answered.add(now - ticket.submitted)
                 for number in ticket.numbers:
@@ -333,7 +368,7 @@ class Worker:
         """Hand a ticket's prompts to the engine; if it refuses one, none is answered."""
         if self._ending:
             self._ended(ticket, "failed", ticket.left)
-            ticket.send(error=EngineFailed())
+            ticket.send(EngineFailed())
             return
         try:
             for one in ticket.wanted:
@@ -342,7 +377,7 @@ class Worker:
             for number in ticket.numbers:
                 self._engine.cancel(number)
             self._ended(ticket, "refused", ticket.left)
-            ticket.send(error=error)
+            ticket.send(error)
             return
         self._tickets |= {number: (ticket, place) for place, number in enumerate(ticket.numbers)}
         self.metrics.prompt += sum(len(one.prompt) for one in ticket.wanted)
@@ -353,5 +388,18 @@ class Worker:
         """Tell all whose answers have not ended that they will not come."""
         for ticket in {ticket for ticket, _ in self._tickets.values()}:
             self._ended(ticket, "failed", ticket.left)
-            ticket.send(error=EngineFailed())
+            ticket.send(EngineFailed())
         self._tickets = {}
+
+
+def _deliver(came: Mapping[Ticket, Sequence[Came]]) -> None:
+    for ticket, pieces in came.items():
+        ticket.deliver(pieces)
+
+
+def _on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function on an event loop from another thread; one that has ended reads no more."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        _LOG.debug("an answer came after the event loop's end")

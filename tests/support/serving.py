@@ -110,7 +110,13 @@ class Scripted:
                 del self.going[key]
                 self._ended.append(Piece(*key, finish_reason="cancelled"))
 
-    def step(self, steps=None):
+    def begin(self, steps=None):
+        return []
+
+    def first(self):
+        return []
+
+    def rest(self):
         assert self.free.wait(60)
         time.sleep(0.002)  # as a device would take, in which the event loop works
         if self.broken:

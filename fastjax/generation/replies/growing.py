@@ -106,10 +106,18 @@ class ReplyText:
         Args:
             tokens: the reply's next ids; after a stop they are passed by.
         """
+        together: list[str] = []  # text is read at once where no stop string can part it
         for token in tokens:
             if self.stopped is not None:
                 break
-            self._take(self._text.add(token))
+            part = self._text.add(token)
+            if part.shown and not self._stop_strings:
+                together.append(part.text)
+                continue
+            self._take(Part("".join(together)))
+            self._take(part)
+            together = []
+        self._take(Part("".join(together)))
         return self._release()
 
     def finish(self) -> str:
@@ -137,6 +145,8 @@ class ReplyText:
         return Reply(whole.reasoning, "".join(self._content), calls)
 
     def _take(self, part: Part) -> None:
+        if not part.text:
+            return
         if part.shown or self._form.parts_reply(part.text):
             self._keep(self._parser.feed(part.text))
         elif self._stop_strings and not self._parser.held:
