@@ -198,7 +198,7 @@ def _with_room(
 ) -> LanguageModel:
     """The model with room for adapters in the place of its own, on all projections or those where models have any."""
     decoder, found = model.module(), [dict(_projections(each.module())) for each in models]
-    wide, rank = bool(model.precision.float32_modules), sum(ranks)
+    wide = bool(model.precision.float32_modules)
     for path, projection in _projections(decoder):
         leaf = leaf_at(path)
         every = everywhere and leaf.stack is not None and not leaf.of_experts and not isinstance(projection, Router)
@@ -209,7 +209,7 @@ def _with_room(
         both: dict[str, LoraLinear] = {}
         for part, rows in projection.parts:
             if every or any(part in each[path].adapters for each in found):
-                both[part] = room(leading, rows, columns, rank, dtype)
+                both[part] = room(leading, rows, columns, ranks, dtype)
         projection.adapters = nnx.Dict(both)
     decoder.rank_owners = nnx.data(Constant(jnp.asarray(rank_owners(ranks))))
     graphdef, trainable, frozen = nnx.split(decoder, model.trainable_filter, ...)

@@ -1,16 +1,23 @@
 """A decoder as the programs of generation take it: a list of arrays, and what is static with its hash.
 
 A jitted function hashes its static arguments and sorts the keys of its trees at every call; for 32 unrolled layers with
-adapters that took longer than a token of one row.
+adapters that took longer than a token of one row. And adapters that are trained in float32 are read in every token, so
+they are rounded before, once, as the products would round them.
 """
 
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fastjax.execution.language_model import LanguageModel
+from fastjax.lora.params import LoraParam
+from fastjax.models.leaves import leaf_at
+from fastjax.models.moe import Router
+from fastjax.models.projection import Projection
+from pallas_kernels.tiles import RANKS
 
 
 @jax.tree_util.register_pytree_node_class
@@ -22,11 +29,12 @@ class BoundDecoder:
 
     @classmethod
     def of(cls, model: LanguageModel) -> "BoundDecoder":
-        """Bind a model's arrays as they are.
+        """Bind a model's arrays: adapters of 32 bits in the dtype of the computation, all else as it is.
 
         Args:
             model: with or without an adapter.
         """
+        model = _rounded(model)
         leaves, tree = jax.tree.flatten((model.trainable, model.frozen))
         return cls(leaves, _interned(_Static(model.graphdef, tree)))
 
@@ -48,6 +56,32 @@ class BoundDecoder:
     def tree_unflatten(cls, static: "_Static", leaves: Any) -> "BoundDecoder":
         """The inverse of `tree_flatten`."""
         return cls(list(leaves), static)
+
+
+def _rounded(model: LanguageModel) -> LanguageModel:
+    """The model with A and s·B of its adapters in the dtype of the computation, where that is one of 16 bits.
+
+    Those of large ranks and of experts stay as they are, since copies would take memory that matters; so do DoRA's,
+    whose factors are made of them, and those that a quantised weight is made with.
+    """
+    if model.dtype == jnp.float32 or model.precision.float32_modules:
+        return model
+    decoder, found = model.module(), False
+    for path, projection in nnx.iter_modules(decoder):
+        if not isinstance(projection, Projection) or isinstance(projection, Router):
+            continue
+        if projection.quantizer is not None or leaf_at(path).of_experts:
+            continue
+        for adapter in projection.adapters.values():
+            a, b = adapter.lora_A[...], adapter.lora_B[...]
+            if adapter.magnitude is None and a.dtype == jnp.float32 and a.shape[-2] <= RANKS[-1]:
+                adapter.lora_A = LoraParam(a.astype(model.dtype))
+                adapter.lora_B = LoraParam((b.astype(jnp.float32) * adapter.scaling).astype(model.dtype))
+                adapter.scaling, found = 1.0, True
+    if not found:
+        return model
+    graphdef, trainable, frozen = nnx.split(decoder, model.trainable_filter, ...)
+    return model.replace(graphdef=graphdef, trainable=nnx.to_pure_dict(trainable), frozen=nnx.to_pure_dict(frozen))
 
 
 class _Static:

@@ -21,14 +21,16 @@ class Addends(NamedTuple):
     Attributes:
         shares: float32.
         batch: B.
+        adapters: which they are of.
     """
 
-    shares: Float[Array, "C N PR"]
+    shares: Float[Array, "C N PK"]
     batch: int
+    adapters: few_rows.Adapters
 
     def added(self, dtype: jnp.dtype) -> Float[Array, "B S PR"]:
         """The rank products."""
-        total = jnp.sum(self.shares, axis=0).astype(dtype)
+        total = self.adapters.unfolded(jnp.sum(self.shares, axis=0).astype(dtype))
         return total.reshape(self.batch, -1, total.shape[-1])
 
 
@@ -37,8 +39,8 @@ def adapters_of(parts: Sequence[PartSpec], matrices: Matrices) -> few_rows.Adapt
     pairs = [matrices[part.name][:2] if part.rank else (None, None) for part in parts]
     lora_A, lora_B = zip(*pairs, strict=True)
     rows, scalings, chosen = [part.rows for part in parts], [part.scaling for part in parts], choice_of(matrices)
-    chosen = None if chosen is None else flat(chosen)
-    return few_rows.Adapters(lora_A, lora_B, tuple(rows), tuple(scalings), chosen)
+    chosen, largest = None if chosen is None else flat(chosen), max(part.largest for part in parts)
+    return few_rows.Adapters(lora_A, lora_B, tuple(rows), tuple(scalings), chosen, largest or None)
 
 
 def served(x: Float[Array, "B S in"], adapters: few_rows.Adapters, *features: int) -> bool:

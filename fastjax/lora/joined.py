@@ -32,18 +32,19 @@ def rank_owners(ranks: Sequence[int]) -> Int[np.ndarray, " R"]:
     return np.pad(owners, (0, padded_rank(len(owners)) - len(owners)), constant_values=_NOBODY)
 
 
-def room(leading: Sequence[int], rows: int, columns: int, rank: int, dtype: jnp.dtype) -> LoraLinear:
+def room(leading: Sequence[int], rows: int, columns: int, ranks: Sequence[int], dtype: jnp.dtype) -> LoraLinear:
     """A joined adapter of none yet: zeros, which add nothing.
 
     Args:
         leading: axes of a stack of layers.
         rows: of the projection's output.
         columns: of its input.
-        rank: of all adapters together.
+        ranks: of each adapter.
         dtype: of the computation, in which A and s·B are held.
     """
-    lora_A, lora_B = jnp.zeros((*leading, rank, columns), dtype), jnp.zeros((*leading, rows, rank), dtype)
-    return LoraLinear(lora_A, lora_B, None, scaling=1.0, dropout=0.0)
+    shapes = (*leading, sum(ranks), columns), (*leading, rows, sum(ranks))
+    lora_A, lora_B = (jnp.zeros(shape, dtype) for shape in shapes)
+    return LoraLinear(lora_A, lora_B, None, scaling=1.0, dropout=0.0, largest=max(ranks))
 
 
 def put(whole: Array, own: Array | None, ranks: range, axis: int, factor: float) -> Array:

@@ -123,7 +123,8 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
     def part(name: str, rows: int) -> PartSpec:
         if (adapter := adapters.get(name)) is None:
             return PartSpec(name, rows)
-        return PartSpec(name, rows, adapter.lora_A.get_value().shape[-2], adapter.scaling, adapter.dropout)
+        rank = adapter.lora_A.get_value().shape[-2]
+        return PartSpec(name, rows, rank, adapter.scaling, adapter.dropout, adapter.largest)
 
     return tuple(part(name, rows) for name, rows in sizes)
 

@@ -91,7 +91,7 @@ def _few(scale: NormConstants, parts: tuple[PartSpec, ...], rounds: bool, x, wei
     if rounds or not served(x, adapters):
         return None
     normed, shares = few_rows.normed_products(flat(x), weight, adapters, eps=scale.eps, offset=scale.offset)
-    return x, normed.reshape(x.shape), Addends(shares, x.shape[0]), None
+    return x, normed.reshape(x.shape), Addends(shares, x.shape[0], adapters), None
 
 
 def _rounded(

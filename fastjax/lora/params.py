@@ -34,12 +34,15 @@ class LoraLinear(nnx.Module):
         magnitude: [out] (DoRA), or None.
         scaling: lora_alpha / r, or lora_alpha / √r.
         dropout: probability of a zeroed input in training.
+        largest: of adapters that are joined (`lora.joined`), the largest rank of one; 0: it is one adapter.
         chosen: of adapters that are joined (`lora.joined`), which rank products each token has, as
             `rank_products.Matrices` has it; None: every token has all.
     """
 
-    def __init__(self, lora_A: Array, lora_B: Array, magnitude: Array | None, *, scaling: float, dropout: float):
-        self.scaling, self.dropout = scaling, dropout
+    def __init__(
+        self, lora_A: Array, lora_B: Array, magnitude: Array | None, *, scaling: float, dropout: float, largest: int = 0
+    ):
+        self.scaling, self.dropout, self.largest = scaling, dropout, largest
         self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
         self.magnitude = None if magnitude is None else LoraParam(magnitude)
         self.chosen: Constant | None = None

@@ -35,6 +35,7 @@ class PartSpec(NamedTuple):
         rank: of its adapter; 0: none.
         scaling: of the adapter.
         dropout: of the adapter's input.
+        largest: where adapters are joined (`lora.joined`) the largest rank of one; 0: they are not.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PartSpec(NamedTuple):
     rank: int = 0
     scaling: float = 1.0
     dropout: float = 0.0
+    largest: int = 0
 
 
 #: (A [R, in], B [out, R]) of the parts with an adapter, by name, in the dtype of training; where adapters are joined

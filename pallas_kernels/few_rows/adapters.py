@@ -3,7 +3,8 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Int8
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
 
 from pallas_kernels.tiles import padded_rank
 
@@ -19,6 +20,7 @@ class Adapters:
         parts: output features of each.
         scalings: of each part.
         chosen: which of its rank products, `slot` for each part, a row has: 1 or 0, int8; None: each has all.
+        largest: with `chosen`, the most ranks that a row has, which lie side by side.
     """
 
     lora_A: tuple[Array | None, ...]
@@ -26,6 +28,7 @@ class Adapters:
     parts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     scalings: tuple[float, ...] = dataclasses.field(metadata={"static": True})
     chosen: Int8[Array, "N R"] | None = None
+    largest: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def rank(self) -> int:
@@ -34,5 +37,28 @@ class Adapters:
 
     @property
     def slot(self) -> int:
-        """R: columns of the rank products that each part has, 0 where it has no adapter."""
+        """R: rows of A and columns of B that each part has, 0 where it has no adapter."""
         return padded_rank(self.rank)
+
+    @property
+    def kept(self) -> int:
+        """K: columns of the rank products that each part has. Rank r of those that a row has is in column r modulo K.
+
+        A row's ranks lie side by side and are no more than K, so that no two of them meet.
+        """
+        return self.slot if self.chosen is None or self.largest is None else min(padded_rank(self.largest), self.slot)
+
+    def unfolded(self, products: Float[Array, "N PK"]) -> Float[Array, "N PR"]:
+        """Rank products in columns of their own, zeros where a row has none.
+
+        Args:
+            products: as `kept` describes them.
+        """
+        if self.kept == self.slot:
+            return products
+        apart = products.reshape(len(products), len(self.parts), 1, self.kept)
+        apart = jnp.broadcast_to(apart, (*apart.shape[:2], self.slot // self.kept, self.kept))
+        assert self.chosen is not None
+        return jnp.where(self.chosen[:, None] != 0, apart.reshape(*apart.shape[:2], self.slot), 0).reshape(
+            len(products), -1
+        )

@@ -8,8 +8,10 @@
 With a few rows each pass moves little, and its launch is what it costs: one kernel each, for all parts of a projection.
 A and B are read as they are trained, in their own dtype, without being stacked or scaled first. Sums over features are
 shared out among thread blocks. Their shares come as *addends*, [C, N, …], that the next pass adds up as it reads them:
-rank products in float32, and a large product as `nf4.addends` gives it. No backward pass: `low_rank`, `split_rope.lora`
-and `glu.lora` have one. In Pallas-Triton, for NVIDIA GPUs of compute capability 8.0 or more.
+rank products in float32, and a large product as `nf4.addends` gives it. Of adapters that rows choose a row's own rank
+products alone are kept (`Adapters.kept`): all of them would be zeros mostly, and cost eight adapters a third of a
+token. No backward pass: `low_rank`, `split_rope.lora` and `glu.lora` have one. In Pallas-Triton, for NVIDIA GPUs of
+compute capability 8.0 or more.
 """
 
 import jax
@@ -52,7 +54,7 @@ def why_not(rows: int, dtype: DTypeLike, adapters: Adapters, *features: int) -> 
 
 def normed_products(
     x: Float[Array, "N E"], weight: Float[Array, " E"], adapters: Adapters, *, eps: float, offset: float
-) -> tuple[Float[Array, "N E"], Float[Array, "C N PR"]]:
+) -> tuple[Float[Array, "N E"], Float[Array, "C N PK"]]:
     """The normalised rows as `rms_norm` rounds them, and addends of their rank products.
 
     Args:
@@ -62,17 +64,17 @@ def normed_products(
         eps: added to the mean square.
         offset: added to the weight.
     """
-    return triton.normed_products(x, weight, adapters.lora_A, eps=eps, offset=offset)
+    return triton.normed_products(x, weight, adapters, eps=eps, offset=offset)
 
 
-def rank_products(x: Float[Array, "N E"], adapters: Adapters) -> Float[Array, "C N PR"]:
+def rank_products(x: Float[Array, "N E"], adapters: Adapters) -> Float[Array, "C N PK"]:
     """Addends of the rank products of x; arguments as in `normed_products`."""
-    return triton.normed_products(x, None, adapters.lora_A, eps=0.0, offset=0.0)[1]
+    return triton.normed_products(x, None, adapters, eps=0.0, offset=0.0)[1]
 
 
 def add(
     base: Float[Array, "C N F"],
-    products: Float[Array, "C N PR"] | None,
+    products: Float[Array, "C N PK"] | None,
     adapters: Adapters,
     residual: Float[Array, "N F"] | None,
     *,
@@ -92,7 +94,7 @@ def add(
 
 def heads(
     base: Float[Array, "C N F"],
-    products: Float[Array, "C N PR"],
+    products: Float[Array, "C N PK"],
     adapters: Adapters,
     cos: Float[Array, "N D/2"],
     sin: Float[Array, "N D/2"],
@@ -116,13 +118,13 @@ def heads(
 
 def gate(
     base: Float[Array, "C N 2F"],
-    products: Float[Array, "C N PR"] | None,
+    products: Float[Array, "C N PK"] | None,
     adapters: Adapters,
     down: Adapters,
     *,
     activation: str,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "N F"], Float[Array, "C N R"] | None]:
+) -> tuple[Float[Array, "N F"], Float[Array, "C N K"] | None]:
     """The gated product, and addends of its rank products for the projection that reads it, if that has an adapter.
 
     Args:

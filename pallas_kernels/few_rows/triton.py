@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.few_rows.adapters import Adapters
 from pallas_kernels.glu.reference import ACTIVATIONS
-from pallas_kernels.tiles import padded_rank, width
+from pallas_kernels.tiles import width
 
 _ROWS = 16
 _A_COLUMNS, _B_COLUMNS, _GATE_COLUMNS = 64, 64, 128
@@ -31,32 +31,34 @@ _AT_ONCE = 4096
 def normed_products(
     x: Array,
     weight: Array | None,
-    lora_A: tuple[Array | None, ...],
+    adapters: Adapters,
     *,
     eps: float,
     offset: float,
     interpret: bool = False,
 ) -> tuple[Array | None, Array]:
     """The normalised rows, None without a weight, and addends of the rank products."""
-    (rows, features), ranks = x.shape, [0 if a is None else a.shape[0] for a in lora_A]
-    slot, columns = padded_rank(max(ranks)), width(features, _A_COLUMNS * (1 if rows < _ROWS // 2 else 2))
+    (rows, features), described = x.shape, _Described.of(adapters)
+    columns = width(features, _A_COLUMNS * (1 if rows < _ROWS // 2 else 2))
     return _call(
-        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, slot=slot),
+        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, adapters=described),
         (
             None if weight is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((features // columns, rows, len(ranks) * slot), jnp.float32),
+            jax.ShapeDtypeStruct((features // columns, rows, len(described.parts) * described.kept), jnp.float32),
         ),
         (features // columns, rows),
         "few_rows_products" if weight is None else "few_rows_norm",
         interpret,
-    )(x, weight, lora_A)
+    )(x, weight, adapters.lora_A, adapters.chosen)
 
 
-def _normed_products(x_ref, weight_ref, a_refs, normed_ref, addends_ref, *, eps, offset, columns: int, slot: int):
+def _normed_products(
+    x_ref, weight_ref, a_refs, chosen_ref, normed_ref, addends_ref, *, eps, offset, columns: int, adapters: "_Described"
+):
     share, rows, features = pl.program_id(0), _rows_of(x_ref.shape[0]), x_ref.shape[1]
     cols = share * columns + jax.lax.iota(jnp.int32, columns)
     early = len(rows) < _ROWS  # with more rows the registers are full
-    matrices = [_load_A(a_ref, cols, slot) for a_ref in a_refs] if early else None
+    matrices = [_load_A(a_ref, cols, adapters.slot) for a_ref in a_refs] if early else None
     x = _load(x_ref, rows, cols)
     if weight_ref is not None:
         scale = pltriton.load(weight_ref.at[cols]).astype(jnp.float32) + offset
@@ -70,8 +72,8 @@ def _normed_products(x_ref, weight_ref, a_refs, normed_ref, addends_ref, *, eps,
             normed = normed.astype(x.dtype).astype(jnp.float32)
         x = (normed * scale[None, :]).astype(x.dtype)
         _store(normed_ref, rows, cols, x)
-    for number, lora_A in enumerate(matrices or [_load_A(a_ref, cols, slot) for a_ref in a_refs]):
-        _store_products(addends_ref, share, rows, number * slot, x, lora_A, slot)
+    for number, lora_A in enumerate(matrices or [_load_A(a_ref, cols, adapters.slot) for a_ref in a_refs]):
+        _store_products((addends_ref, chosen_ref), adapters, number, share, rows, x, lora_A)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -185,13 +187,12 @@ def gate(
     rows, features = base.shape[1], base.shape[2] // 2
     columns, addends = width(features, _GATE_COLUMNS * (1 if rows < _ROWS // 2 else 2)), None
     if down.rank:
-        addends = jax.ShapeDtypeStruct((features // columns, rows, down.slot), jnp.float32)
-    kernel = functools.partial(
-        _gate, adapters=_Described.of(adapters), slot=down.slot, activation=activation, columns=columns
-    )
+        addends = jax.ShapeDtypeStruct((features // columns, rows, down.kept), jnp.float32)
+    described, behind = _Described.of(adapters), _Described.of(down)
+    kernel = functools.partial(_gate, adapters=described, down=behind, activation=activation, columns=columns)
     h = jax.ShapeDtypeStruct((rows, features), dtype)
     return _call(kernel, (h, addends), (features // columns, rows), "few_rows_gate", interpret)(
-        base, products, adapters.lora_B, adapters.chosen, down.lora_A[0]
+        base, products, adapters.lora_B, adapters.chosen, down.lora_A[0], down.chosen
     )
 
 
@@ -201,18 +202,19 @@ def _gate(
     b_refs,
     chosen_ref,
     a_ref,
+    down_chosen_ref,
     h_ref,
     addends_ref,
     *,
     adapters: "_Described",
-    slot: int,
+    down: "_Described",
     activation: str,
     columns: int,
 ):
     share, rows, features = pl.program_id(0), _rows_of(base_ref.shape[1]), base_ref.shape[2] // 2
     cols, apart = share * columns + jax.lax.iota(jnp.int32, columns), len(adapters.parts) > 1
     matrices = [_load_B(b_refs[half * apart], cols + (not apart) * half * features, adapters.slot) for half in range(2)]
-    lora_A = _load_A(a_ref, cols, slot)
+    lora_A = _load_A(a_ref, cols, down.slot)
     bases = [_sum(base_ref, rows, half * features + cols) for half in range(2)]
     products = [_products((products_ref, chosen_ref), adapters, part, rows, h_ref.dtype) for part in range(1 + apart)]
     gate, up = (
@@ -222,7 +224,7 @@ def _gate(
     h = (ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
     _store(h_ref, rows, cols, h)
     if addends_ref is not None:
-        _store_products(addends_ref, share, rows, 0, h, lora_A, slot)
+        _store_products((addends_ref, down_chosen_ref), down, 0, share, rows, h, lora_A)
 
 
 class _Described(NamedTuple):
@@ -231,10 +233,11 @@ class _Described(NamedTuple):
     parts: tuple[int, ...]
     scalings: tuple[float, ...]
     slot: int
+    kept: int
 
     @classmethod
     def of(cls, adapters: Adapters) -> "_Described":
-        return cls(adapters.parts, adapters.scalings, adapters.slot)
+        return cls(adapters.parts, adapters.scalings, adapters.slot, adapters.kept)
 
 
 def _call(kernel, results: Any, grid: tuple[int, int], name: str, interpret: bool):
@@ -320,11 +323,18 @@ def _products(thin: tuple[Any, Any], adapters: _Described, part: int, rows: Arra
     products_ref, chosen_ref = thin
     if products_ref is None:
         return None
-    ranks = jax.lax.iota(jnp.int32, adapters.slot)
-    products = _sum(products_ref, rows, part * adapters.slot + ranks)
-    if chosen_ref is not None:
-        products = jnp.where(_load(chosen_ref, rows, ranks) != 0, products, 0.0)
-    return products.astype(dtype)
+    products = _sum(products_ref, rows, part * adapters.kept + jax.lax.iota(jnp.int32, adapters.kept))
+    if adapters.kept < adapters.slot:
+        copies = len(rows), adapters.slot // adapters.kept, adapters.kept
+        products = jnp.broadcast_to(products[:, None, :], copies).reshape(len(rows), adapters.slot)
+    return _chosen(chosen_ref, rows, products).astype(dtype)
+
+
+def _chosen(chosen_ref, rows: Array, products: Array) -> Array:
+    """Rank products, 0 where a row does not have them."""
+    if chosen_ref is None:
+        return products
+    return jnp.where(_load(chosen_ref, rows, jax.lax.iota(jnp.int32, products.shape[1])) != 0, products, 0.0)
 
 
 def _through(products: Array | None, lora_B: Array | None, adapters: _Described, part: int, dtype) -> Array | float:
@@ -334,13 +344,18 @@ def _through(products: Array | None, lora_B: Array | None, adapters: _Described,
     return _product(products, (lora_B.astype(jnp.float32) * adapters.scalings[part]).astype(dtype))
 
 
-def _store_products(addends_ref, share, rows: Array, start: int, x: Array, lora_A: Array | None, slot: int) -> None:
-    """Store x·Aᵀ over some columns as the rank products from `start` on."""
+def _store_products(
+    thin: tuple[Any, Any], adapters: _Described, part: int, share, rows: Array, x: Array, lora_A: Array | None
+) -> None:
+    """Store x·Aᵀ over some columns as a part's rank products; arguments as in `_products`."""
+    (addends_ref, chosen_ref), shape = thin, (len(rows), adapters.slot // adapters.kept, adapters.kept)
     if lora_A is None:
-        products = jnp.zeros((len(rows), slot), jnp.float32)
+        products = jnp.zeros((len(rows), adapters.kept), jnp.float32)
     else:
         products = _product(x, lora_A.astype(x.dtype))
-    _store(addends_ref, rows, start + jax.lax.iota(jnp.int32, slot), products, share)
+        if adapters.kept < adapters.slot:
+            products = jnp.sum(_chosen(chosen_ref, rows, products).reshape(shape), axis=1)
+    _store(addends_ref, rows, part * adapters.kept + jax.lax.iota(jnp.int32, adapters.kept), products, share)
 
 
 def _thin(ref, first: Array, second: Array, axis: int) -> Array:

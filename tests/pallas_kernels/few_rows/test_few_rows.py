@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.few_rows import Adapters, triton
+from pallas_kernels.tiles import padded_rank
 
 # Largest error over largest value: roundings of rank products, of s·B and of the result to bfloat16.
 TOLERANCE = 2**-7
@@ -56,7 +57,7 @@ def test_norm_and_rank_products(rows):
     make = arrays(rows)
     x, weight = make(rows, 512).astype(jnp.bfloat16), make(512)
     own = adapters(make, 512, (64, 64, 64), (16, 0, 8))
-    normed, addends = triton.normed_products(x, weight, own.lora_A, eps=1e-5, offset=1.0, interpret=True)
+    normed, addends = triton.normed_products(x, weight, own, eps=1e-5, offset=1.0, interpret=True)
     expected = wide(x) / np.sqrt(np.mean(wide(x) ** 2, axis=1, keepdims=True) + 1e-5) * (wide(weight) + 1.0)
     close(normed, expected)
     found = np.split(wide(addends).sum(0), [16, 32, 40], axis=1)
@@ -64,7 +65,7 @@ def test_norm_and_rank_products(rows):
     close(found[2], wide(normed) @ wide(own.lora_A[2]).T)
     assert not np.any(found[1]) and not np.any(found[3])
     close(
-        triton.normed_products(x, None, own.lora_A, eps=0.0, offset=0.0, interpret=True)[1].sum(0)[:, :16],
+        triton.normed_products(x, None, own, eps=0.0, offset=0.0, interpret=True)[1].sum(0)[:, :16],
         wide(x) @ wide(own.lora_A[0]).T,
     )
 
@@ -109,25 +110,28 @@ def test_gate(rows, parts, ranks):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("joined", [0, 8])
 @pytest.mark.parametrize("rows", [1, 3, 7, 16, 33, 64])
-def test_on_the_card(rows):
-    """Every pass as interpreted, up to the order of sums; of the layer of Llama 3 8B."""
+def test_on_the_card(rows, joined):
+    """Every pass as interpreted, up to the order of sums; of the layer of Llama 3 8B, and of eight adapters."""
     make = arrays(None)
     x, weight, residual = make(rows, 4096).astype(jnp.bfloat16), make(4096), make(rows, 4096).astype(jnp.bfloat16)
     qkv, o = adapters(make, 4096, (4096, 1024, 1024), (16,) * 3), adapters(make, 4096, (4096,), (16,))
     gated, down = adapters(make, 4096, (14336, 14336), (16, 8)), adapters(make, 14336, (4096,), (16,))
+    if joined:
+        qkv, o, gated, down = (chosen_of(own, rows, (16,) * joined, make)[0] for own in (qkv, o, gated, down))
     angles, options = make(rows, 64), {"dtype": jnp.bfloat16}
     narrow, wide_base, base = make(2, rows, 6144), make(1, rows, 28672).astype(jnp.bfloat16), make(4, rows, 4096)
     jnp.full((64, 1024, 1024), jnp.nan).block_until_ready()
 
     def passes(interpret):
-        normed, products = triton.normed_products(x, weight, qkv.lora_A, eps=1e-5, offset=0.0, interpret=interpret)
+        normed, products = triton.normed_products(x, weight, qkv, eps=1e-5, offset=0.0, interpret=interpret)
         turn = {"counts": (32, 8), **options, "interpret": interpret}
         yield normed
         yield from triton.heads(narrow, products, qkv, jnp.cos(angles), jnp.sin(angles), **turn)
-        _, products = triton.normed_products(x, None, o.lora_A, eps=0.0, offset=0.0, interpret=interpret)
+        _, products = triton.normed_products(x, None, o, eps=0.0, offset=0.0, interpret=interpret)
         yield triton.add(base, products, o, residual, **options, interpret=interpret)
-        _, products = triton.normed_products(x, None, gated.lora_A, eps=0.0, offset=0.0, interpret=interpret)
+        _, products = triton.normed_products(x, None, gated, eps=0.0, offset=0.0, interpret=interpret)
         h, products = triton.gate(wide_base, products, gated, down, activation="silu", **options, interpret=interpret)
         yield h
         yield triton.add(base, products, down, residual, **options, interpret=interpret)
@@ -136,6 +140,44 @@ def test_on_the_card(rows):
     interpreted = jax.jit(lambda: list(passes(True)), compiler_options={"xla_allow_excess_precision": False})
     for found, expected in zip(passes(False), interpreted(), strict=True):
         close(found, wide(expected))
+
+
+def chosen_of(own, rows, ranks, make):
+    """Joined adapters in the place of one, of which each row has a random one, or none; and the columns of each."""
+    places = np.split(np.arange(sum(ranks)), np.cumsum(ranks)[:-1])
+    numbers = np.random.default_rng(rows).integers(-1, len(ranks), rows)
+    chosen = np.zeros((rows, padded_rank(sum(ranks))), np.int8)
+    for row, number in enumerate(numbers):
+        if number >= 0:
+            chosen[row, places[number]] = 1
+    wide_own = adapters(make, own.lora_A[0].shape[1], own.parts, (sum(ranks),) * len(own.parts))
+    return dataclasses.replace(wide_own, chosen=jnp.asarray(chosen), largest=max(ranks)), chosen
+
+
+@pytest.mark.parametrize("rows, ranks", [(3, (8, 5, 16)), (20, (16, 16, 16)), (20, (16, 5, 24, 19))])
+def test_a_row_keeps_the_rank_products_of_its_own_adapter(rows, ranks):
+    """Through every pass as the adapter alone, in float64; another one's products are not even made."""
+    make = arrays(rows)
+    options = {"dtype": jnp.bfloat16, "interpret": True}
+    x, base = make(rows, 256).astype(jnp.bfloat16), make(2, rows, 512)
+    own, chosen = chosen_of(adapters(make, 256, (256, 128, 128), (16,) * 3), rows, ranks, make)
+    assert own.kept == padded_rank(max(ranks)) < own.slot
+    _, addends = triton.normed_products(x, None, own, eps=0.0, offset=0.0, interpret=True)
+    assert addends.shape[2] == 3 * own.kept
+    mask = chosen[:, : sum(ranks)]
+    deltas = [
+        ((wide(x) @ wide(a).T) * mask) @ wide(b).T * scaling
+        for a, b, scaling in zip(own.lora_A, own.lora_B, own.scalings, strict=True)
+    ]
+    close(triton.add(base, addends, own, None, **options), wide(base).sum(0) + np.concatenate(deltas, axis=1))
+    unfolded = own.unfolded(addends.sum(0)).reshape(rows, 3, -1)
+    for part in range(3):
+        close(
+            unfolded[:, part], np.pad((wide(x) @ wide(own.lora_A[part]).T) * mask, ((0, 0), (0, own.slot - sum(ranks))))
+        )
+    down, _ = chosen_of(adapters(make, 256, (64,), (16,)), rows, ranks, make)
+    h, products = triton.gate(base, None, adapters(make, 64, (256, 256), (0, 0)), down, activation="silu", **options)
+    close(down.unfolded(products.sum(0))[:, : sum(ranks)], (wide(h) @ wide(down.lora_A[0]).T) * mask)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
