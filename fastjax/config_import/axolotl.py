@@ -222,7 +222,7 @@ NOT_NEEDED = {
     "products are in model.dtype; in float32 they are never in TF32": "tf32",
     "prepared data are kept in data.cache_dir": "dataset_prepared_path dataset_processes dataset_num_proc "
     "dataset_keep_in_memory dataloader_*",
-    "every row has model.max_seq_length tokens": "pad_to_sequence_len pad_to_multiple_of",
+    "a batch is as long as its longest row": "pad_to_sequence_len pad_to_multiple_of",
     "as in training": "eval_sample_packing sample_packing_* eval_sequence_len",
     "the template marks the ends of turns": "eot_tokens tokenizer_save_jinja_files",
     "nothing to set": "strict debug gc_steps remove_unused_columns",

@@ -110,7 +110,7 @@ def _reconcile(job: Job) -> None:
             drop(setting, job.not_needed, "the adapter to start from brings its own")
     streamed = any(source.get("streaming") for source in values.get("data.train", ()))
     if values.get("data.packing", True):
-        drop("training.group_by_length", job.not_needed, "packed rows waste no slots")
+        drop("training.group_by_length", job.not_needed, "packed rows have next to no padding")
     elif streamed:
         drop("training.group_by_length", job.not_needed, "streamed rows come in their order")
     for setting in ("training.eval_steps", "output.save_steps"):

@@ -2,7 +2,8 @@
 
 The rows of a step are a function of the seed and the step alone: a resumed run needs nothing but its step. Every epoch
 has its own permutation of the rows; its last batch is filled up with rows of padding, without targets. The order does
-not depend on the division of a batch into microbatches.
+not depend on the division of a batch into microbatches. Padding behind the longest row of a batch is cut off, as far as
+the lengths of the run's batches allow (`lengths`).
 
 Of several processes each builds the rows that its devices take (`OwnRows`), in batches of the shapes of the whole ones.
 """
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Shaped
 
 from fastjax.data.grouping import ByLength
+from fastjax.data.lengths import chosen_lengths
 from fastjax.data.packing import PackedRows, RowArrays
 
 
@@ -93,6 +95,11 @@ class BatchSource(Protocol):
         """Batches in an epoch; None: unknown."""
         ...
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that a row of a batch may have, padding included, ascending; all rows of a step have as many."""
+        ...
+
     def from_step(
         self, start: int = 0, stop: int | None = None, position: Mapping[str, Any] | None = None
     ) -> Iterator[Batch]:
@@ -121,7 +128,8 @@ class Batches(NamedTuple):
         accumulation_steps: Microbatches in a batch (A).
         shuffle: Permute the rows of each epoch; otherwise they keep the data set's order.
         seed: Seed of the permutations.
-        by_length: Orders and cuts batches whose rows are of similar length; None: they are whole rows in any order.
+        by_length: Orders rows so that those of a batch are of similar length; None: they are in any order.
+        row_lengths: `lengths`; empty: every batch has whole rows.
     """
 
     rows: PackedRows
@@ -130,6 +138,42 @@ class Batches(NamedTuple):
     shuffle: bool = True
     seed: int = 0
     by_length: ByLength | None = None
+    row_lengths: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that a row of a batch may have, padding included, ascending; all rows of a step have as many."""
+        return self.row_lengths or (self.rows.row_length,)
+
+    def shortened(self, steps: int, multiple: int = 1, before: tuple[int, ...] = ()) -> "Batches":
+        """The same batches without the padding behind their longest rows, in a few lengths that suit the run.
+
+        Args:
+            steps: Steps of the run.
+            multiple: Divides every length, as it does that of a row.
+            before: The lengths of the run that is resumed, which stay.
+        """
+        longest = self._tokens(steps).max(axis=1)
+        return self._replace(row_lengths=chosen_lengths(longest, self.rows.row_length, multiple, before))
+
+    def slots_filled(self, steps: int) -> float:
+        """The share of tokens that are no padding.
+
+        Args:
+            steps: Steps of the run.
+        """
+        tokens, lengths = self._tokens(steps), np.array(self.lengths)
+        slots = lengths[np.searchsorted(lengths, tokens.max(axis=1))] * tokens.shape[1]
+        return float(tokens.sum() / slots.sum())
+
+    def _tokens(self, steps: int) -> Int64[np.ndarray, "steps rows"]:
+        """Tokens of the rows of each step, without padding."""
+        tokens, size = np.append(self.rows.lengths, 0), self.accumulation_steps * self.batch_size
+        epochs = [
+            np.pad(self._order(epoch), (0, -len(self.rows) % size), constant_values=-1)
+            for epoch in range(-(-steps // self.steps_per_epoch))
+        ]
+        return tokens[np.concatenate(epochs)].reshape(-1, size)[:steps]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -142,13 +186,7 @@ class Batches(NamedTuple):
         Args:
             step: The step of the run, from 0.
         """
-        numbers = self.row_numbers(step)
-        batch = batch_of(self.rows, numbers)
-        if self.by_length is None:
-            return batch
-        length = self.by_length.length(numbers)
-        tokens, targets, segment_ids, positions = (array[..., :length] for array in batch[:4])
-        return Batch(tokens, targets, segment_ids, positions, batch.extra)
+        return cut(batch_of(self.rows, self.row_numbers(step)), self.lengths)
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
         """The row numbers of a step's batch.
@@ -161,13 +199,15 @@ class Batches(NamedTuple):
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         size = self.accumulation_steps * self.batch_size
-        if self.by_length is not None:
-            order = self.by_length.order(size, (self.seed, epoch))
-        else:
-            order = _order(len(self.rows), (self.seed, epoch) if self.shuffle else None)
-        chosen = order[index * size : (index + 1) * size]
+        chosen = self._order(epoch)[index * size : (index + 1) * size]
         padded = np.pad(chosen, (0, size - len(chosen)), constant_values=-1)
         return padded.reshape(self.accumulation_steps, self.batch_size)
+
+    def _order(self, epoch: int) -> Int64[np.ndarray, " R"]:
+        """The rows of an epoch in order."""
+        if self.by_length is not None:
+            return self.by_length.order(self.accumulation_steps * self.batch_size, (self.seed, epoch))
+        return _order(len(self.rows), (self.seed, epoch) if self.shuffle else None)
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
         """Row numbers and the places of their examples, for people.
@@ -181,12 +221,12 @@ class Batches(NamedTuple):
         return "; ".join(f"row {row} ({self.rows.describe(row)})" for row in np.ravel(rows).tolist() if row >= 0)
 
     def position(self, step: int) -> dict[str, Any]:
-        """The state of a checkpoint after `step` steps: empty, since the step is enough.
+        """The state of a checkpoint after `step` steps: the lengths of batches, since the step is enough for the rows.
 
         Args:
             step: Steps taken.
         """
-        return {}
+        return {"lengths": list(self.row_lengths)} if self.row_lengths else {}
 
     def from_step(
         self, start: int = 0, stop: int | None = None, position: Mapping[str, Any] | None = None
@@ -240,6 +280,22 @@ def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_ro
     return batch._replace(extra={name: values.reshape(*numbers.shape, -1) for name, values in extra.items()})
 
 
+def cut(batch: Batch, lengths: Sequence[int]) -> Batch:
+    """A batch without the padding behind its longest row, as far as one of the lengths reaches.
+
+    Args:
+        batch: The batch.
+        lengths: Ascending; the last one reaches to the end of its rows.
+    """
+    if lengths[0] == batch.tokens.shape[-1]:
+        return batch
+    used = np.flatnonzero(batch.segment_ids.any(axis=(0, 1)))
+    longest = int(used[-1]) + 1 if used.size else 0
+    length = next(length for length in lengths if length >= longest)
+    tokens, targets, segment_ids, positions = (array[..., :length] for array in batch[:4])
+    return Batch(tokens, targets, segment_ids, positions, batch.extra)
+
+
 def stack(rows: RowArrays, shape: tuple[int, ...]) -> Batch:
     """Reshape A * B rows to a batch.
 
@@ -252,6 +308,6 @@ def stack(rows: RowArrays, shape: tuple[int, ...]) -> Batch:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(num_rows: int, seed: tuple[int, int] | None) -> np.ndarray:
+def _order(num_rows: int, seed: tuple[int, int] | None) -> Int64[np.ndarray, " R"]:
     """The rows of an epoch in order; cached, because every step of the epoch reads it."""
     return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)

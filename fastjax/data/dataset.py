@@ -55,18 +55,12 @@ class DataStatistics(NamedTuple):
     desirable: int = 0
     undesirable: int = 0
 
-    @property
-    def slots_filled(self) -> float:
-        """The fraction of slots with a token."""
-        return self.tokens / self.slots if self.slots else 0.0
-
     def __str__(self) -> str:
         """One line for people."""
         several = f" of {self.examples:,} examples" if self.documents > self.examples and not self.split else ""
         parts = [
             f"{self.documents:,} {'documents' if self.split or several else 'examples'}{several} in {self.rows:,} rows",
             f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
-            f"{self.slots_filled:.1%} of the slots filled",
         ]
         counted = (
             (self.truncated, "truncated"),

@@ -116,6 +116,11 @@ class PackedRows(NamedTuple):
         """Documents in the row that has the most."""
         return int(np.diff(self.offsets).max(initial=1))
 
+    @property
+    def lengths(self) -> Int64[np.ndarray, " R"]:
+        """Tokens of each row, without padding."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.documents.lengths[self.order])])[self.offsets])
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

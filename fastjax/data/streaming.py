@@ -18,9 +18,10 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from fastjax.data import notes
-from fastjax.data.batches import Batch, stack
+from fastjax.data.batches import Batch, cut, stack
 from fastjax.data.documents import Counts, Documents, Examples
 from fastjax.data.encoded import Say, nothing_to_learn
+from fastjax.data.lengths import streamed_lengths
 from fastjax.data.mixture import next_source
 from fastjax.data.packing import Origins, PackedRows, RowArrays, pack_documents
 from fastjax.data.pipeline import identity, open_data, shaped_by, timed_encoder
@@ -82,6 +83,7 @@ class StreamedBatches:
     Attributes:
         fingerprint: A fingerprint of everything that shapes the rows: the data sets, the tokenizer, the options.
         counts: Counts of the examples read so far, ahead of training.
+        lengths: Tokens that a row of a batch may have, ascending.
         now: See `Dataset`.
     """
 
@@ -97,6 +99,7 @@ class StreamedBatches:
         options: DataOptions = NO_CACHE,
         *,
         seed: int = 0,
+        multiple: int = 1,
         now: str | None = None,
         progress: Say | None = None,
     ):
@@ -111,6 +114,7 @@ class StreamedBatches:
             accumulation_steps: Microbatches in a batch (A).
             options: The treatment of the rows; nothing is held out, and nothing kept.
             seed: Seed of the order of the rows.
+            multiple: Divides the lengths of batches, as it does `max_seq_length`.
             now: See `prepare`.
             progress: Takes a message at the first row with special tokens in its content.
 
@@ -125,6 +129,7 @@ class StreamedBatches:
         self.counts = Counts()
         self.notes: notes.Notes = {}
         self._row_length = max_seq_length
+        self.lengths = (max_seq_length,) if options.packing else streamed_lengths(max_seq_length, multiple)
         self._shape = (accumulation_steps, batch_size)
         self._seed = seed
         self._progress = progress
@@ -234,7 +239,8 @@ class StreamedBatches:
         for _, group in itertools.groupby(batch, key=lambda item: item[0].start.window):
             (window, *_), places = zip(*group, strict=True)
             parts.append(window.rows.rows(window.order[list(places)]))
-        return stack(RowArrays(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
+        rows = RowArrays(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return cut(stack(rows, self._shape), self.lengths)
 
     def _make_windows(self, start: StreamPosition) -> Iterator[_Window]:
         options = self._encoder.options

@@ -101,7 +101,6 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{statistics.tokens:,}"
     yield "  learnt", f"{statistics.target_tokens:,} ({statistics.target_tokens / statistics.tokens:.1%})"
     yield "rows", f"{statistics.rows:,}"
-    yield "  slots filled", f"{statistics.slots_filled:.1%}"
 
 
 def mixture(dataset: Dataset, title: str) -> Group | None:

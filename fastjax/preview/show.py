@@ -24,11 +24,12 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         num_rows: rows to show of the training data and of the held-out data.
         console: the output.
     """
-    sizes = config.parallel.sizes
+    sizes = {"context": 1, "tensor": 1} | config.parallel.sizes
     replicas = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
+    parts = sizes["tensor"] * (2 * sizes["context"] if sizes["context"] > 1 else 1)
     tokenizer = open_model(config, weights=False).tokenizer
     with console.status("preparing the data") as status:
-        data = load_run_data(config, tokenizer, status.update, replicas)
+        data = load_run_data(config, tokenizer, status.update, replicas, parts=parts)
     if num_rows:
         _show_rows(data, num_rows, tokenizer, console)
     named = {"train": data.train, "held out": data.held_out}
@@ -87,6 +88,7 @@ def _steps(config: TrainConfig, data: RunData, replicas: int) -> str:
             for kind, (count, first) in train.notes.items():
                 words = notes.say(kind, config.data.special_tokens)
                 sentence += f"; {count:,} of the first {train.counts.examples:,} examples {words} (first: {first})"
+    sentence += f"; rows of a batch: {data.row_lengths}"
     if {"data", "fsdp"} - set(config.parallel.sizes):
         sentence += "; several devices take as many rows each, in fewer steps (parallel)"
     return sentence

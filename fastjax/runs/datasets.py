@@ -62,14 +62,24 @@ class RunData(NamedTuple):
         """The largest token id in the data read so far."""
         return max((data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)), default=0)
 
+    @property
+    def row_lengths(self) -> str:
+        """The lengths of a training batch's rows, and how much of them is no padding, in words."""
+        *others, longest = (f"{length:,}" for length in self.batches.lengths)
+        lengths = f"of {', '.join(others)} or {longest} tokens" if others else f"of {longest} tokens"
+        if not isinstance(self.batches, Batches):
+            return lengths
+        return f"{lengths} ({self.batches.slots_filled(self.total_steps):.1%} of the slots filled)"
+
     def statistics(self) -> dict[str, str]:
-        """The statistics of each data set, in words."""
+        """The statistics of each data set, and of the training batches, in words."""
         named = {"train": self.train, "held out": self.held_out}
-        return {
+        said = {
             name: str(data.statistics) if isinstance(data, Dataset) else "streamed"
             for name, data in named.items()
             if data is not None
         }
+        return said | {"rows of a batch": self.row_lengths}
 
 
 def load_run_data(
@@ -78,7 +88,10 @@ def load_run_data(
     progress: Callable[[str], None] | None = None,
     replicas: int = 1,
     given: Given = _NONE,
+    *,
+    parts: int = 1,
     now: str | None = None,
+    before: Mapping[str, Any] = _NONE,
 ) -> RunData:
     """Read, encode and pack a run's training data and held-out data; training data that are streamed are only opened.
 
@@ -88,8 +101,10 @@ def load_run_data(
         progress: takes a message for people now and then.
         replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
         given: data sets that are open already, by "train" and "eval", in place of the settings'.
+        parts: equal ones into which devices cut a row's tokens.
         now: the time that the chat template tells, in ISO 8601; None: as of `prepare`. The held-out data have the
             training data's.
+        before: the position in the data (`BatchSource.position`) of a run that is resumed.
 
     Raises:
         ConfigError: settings that do not suit the data or the tokenizer.
@@ -103,30 +118,20 @@ def load_run_data(
     pairing = config.preferences.pairing
     prepared = shared | {"preferences": None if pairing is None else (pairing, config.preferences.max_length)}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
-        size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
-        train = StreamedBatches(sources["train"], tokenizer, length, size, parts, now=now, **shared)
+        size, steps = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
+        train = StreamedBatches(sources["train"], tokenizer, length, size, steps, multiple=parts, now=now, **shared)
     else:
         train = prepare(sources["train"], tokenizer, length, now=now, **prepared)
     apart = sources["eval"] if data.val_set_size is None else sources["train"]
     held_out = prepare(apart, tokenizer, length, held_out=True, now=train.now, **prepared) if apart else None
-    batches = train_batches(config, train, replicas)
-    return RunData(train, held_out, batches, _total_steps(config, batches))
-
-
-def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:
-    """The batches of the run, in its order.
-
-    Args:
-        config: the settings.
-        train: the training data.
-        replicas: as for `load_run_data`.
-    """
-    settings = config.training
     if isinstance(train, StreamedBatches):
-        return train
-    size = settings.per_device_train_batch_size * replicas
-    by_length = ByLength(train.rows) if settings.group_by_length else None
-    return Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed, by_length=by_length)
+        return RunData(train, held_out, train, _total_steps(config, train))
+    size, by_length = settings.per_device_train_batch_size * replicas, None
+    if settings.group_by_length:
+        by_length = ByLength(train.rows.lengths)
+    batches = Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed, by_length=by_length)
+    total = _total_steps(config, batches)
+    return RunData(train, held_out, batches.shortened(total, parts, tuple(before.get("lengths", ()))), total)
 
 
 def _total_steps(config: TrainConfig, batches: BatchSource) -> int:

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from convert.files import atomic_file
-from fastjax.data import Dataset
-from fastjax.data.batches import Batch, batch_of
+from fastjax.data import Batches, Dataset
+from fastjax.data.batches import Batch
 from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import with_reference
 from fastjax.parallel import MeshShape
@@ -29,7 +29,7 @@ from fastjax.runs.identity import Identity, digest
 from fastjax.training.config import TrainConfig
 
 #: The version; raise it when equal input gives other numbers.
-_FORMAT = 1
+_FORMAT = 2
 #: Computes the log-probabilities of a batch's documents, float32 [1, B, D].
 Program = Callable[[Batch], Any]
 
@@ -37,7 +37,7 @@ Program = Callable[[Batch], Any]
 def with_references(
     data: RunData,
     program: Program,
-    rows_at_once: int,
+    batched: Callable[[PackedRows], Batches],
     keep: Callable[[Dataset], Path] | None,
     tell: Callable[[str], None],
 ) -> RunData:
@@ -46,7 +46,7 @@ def with_references(
     Args:
         data: the run's, of a loss with a reference.
         program: computes them.
-        rows_at_once: of a batch that it is called with.
+        batched: the batches of rows that it is called with, in their order.
         keep: data set -> its file; None: nothing is kept.
         tell: takes a message for people.
     """
@@ -55,7 +55,7 @@ def with_references(
         file = None if keep is None else keep(dataset)
         log_probs = None if file is None else _read(file, dataset.rows)
         if not all(gathered_numbers(int(log_probs is not None))):  # all processes compute, or none
-            log_probs = _compute(dataset.rows, program, rows_at_once)
+            log_probs = _compute(batched(dataset.rows), program)
             tell(f"{name}: log-probabilities of the reference computed")
             if file is not None:
                 _write(file, log_probs, tell)
@@ -102,13 +102,9 @@ def reference_file(
     return file
 
 
-def _compute(rows: PackedRows, program: Program, rows_at_once: int) -> Float32[np.ndarray, "R D"]:
-    documents = rows.documents_per_row
-    batches = []
-    for start in range(0, len(rows), rows_at_once):
-        numbers = np.arange(start, start + rows_at_once)[None]  # those behind the last are rows of padding
-        batches.append(program(batch_of(rows, numbers, documents)))
-    return np.concatenate([np.asarray(batch)[0] for batch in batches])[: len(rows)]
+def _compute(batches: Batches, program: Program) -> Float32[np.ndarray, "R D"]:
+    computed = [np.asarray(program(batch))[0] for batch in batches.epoch()]
+    return np.concatenate(computed)[: len(batches.rows)]  # those behind the last are rows of padding
 
 
 def _read(file: Path, rows: PackedRows) -> Float32[np.ndarray, "R D"] | None:

@@ -66,8 +66,10 @@ def compare_settings(run: Run) -> None:
 
 def read_data(run: Run) -> None:
     """Read, encode and pack the data."""
-    now = None if run.earlier is None else run.earlier.now
-    load = functools.partial(load_run_data, run.config, run.tokenizer, run.tell, run.meshes[0].replicas, run.given)
+    now, before = (None, {}) if run.earlier is None else (run.earlier.now, run.earlier.position)
+    shape = run.meshes[0]
+    options = {"parts": shape.token_parts, "before": before}
+    load = functools.partial(load_run_data, run.config, run.tokenizer, run.tell, shape.replicas, run.given, **options)
     run.data = in_turn(lambda told: load(now=told or now), lambda data: data.train.now or "")
     check_profile(run.config.output, run.data.total_steps)
     for name, became in run.data.statistics().items():
@@ -100,6 +102,7 @@ def compare_inputs(run: Run) -> None:
         optimizer=run.optimizer,
         compiler_options=reproducible(run.config.training.deterministic, run.folder.path),
         documents_per_row=run.data.documents_per_row,
+        longest=run.data.batches.lengths[-1],
     )
 
 

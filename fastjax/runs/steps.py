@@ -70,6 +70,7 @@ class StepRecipe:
         optimizer: Optimizer | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         documents_per_row: int | None = None,
+        longest: int | None = None,
     ):
         """Settle loss and optimizer.
 
@@ -81,6 +82,7 @@ class StepRecipe:
             compiler_options: XLA's; None: nothing to set.
             documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no
                 such.
+            longest: tokens of a row in the longest batch; None: the data are not known, and it is a whole one.
         """
         self._rates = None  # of all steps, where the optimizer's state does not hold them
         if optimizer is None:
@@ -90,6 +92,7 @@ class StepRecipe:
             self._rates = np.asarray([float(schedule(jnp.int32(step))) for step in range(total_steps)], np.float32)
         self.config, self.loss, self.compiler_options = config, loss or run_loss(config), compiler_options
         self._optimizer, self._documents = optimizer, documents_per_row or _DOCUMENTS
+        self._longest = longest or config.model.max_seq_length
 
     def step(self, model: LanguageModel, mesh: Mesh | None = None) -> Callable[..., Any]:
         """The jitted train step (`training.step.make_train_step`).
@@ -131,14 +134,14 @@ class StepRecipe:
         return "float32" if mesh is None else self.config.parallel.gradient_exchange  # of one device nothing travels
 
     def batch(self, replicas: int = 1) -> Batch:
-        """The shapes of a batch.
+        """The shapes of the longest batch.
 
         Args:
             replicas: parts in which the devices take a step's rows.
         """
         config, training = self.config, self.config.training
         rows = training.per_device_train_batch_size * replicas
-        shape = (training.gradient_accumulation_steps, rows, config.model.max_seq_length)
+        shape = (training.gradient_accumulation_steps, rows, self._longest)
         array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
         if config.preferences.loss is None:
             return Batch(array, array, array, array)
@@ -234,10 +237,10 @@ def _target(mesh: Mesh) -> dispatch.Target:
 
 
 def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """The train step by the length of a batch: that of whole rows is compiled, another is when it first comes.
+    """The train step by the length of a batch: that of the longest is compiled, another is when it first comes.
 
     Args:
-        length: tokens of a whole row.
+        length: tokens of a row in the longest.
         compiled: the step of these.
         other: `run_step`'s, of any length.
     """

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from convert.errors import shown
 from fastjax.data import Batches, Dataset
 from fastjax.data.batches import Batch, OwnRows
+from fastjax.data.packing import PackedRows
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.saving import save_pretrained
@@ -20,7 +21,6 @@ from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
 from fastjax.runs.checkpointing import memory_advice
 from fastjax.runs.context import FineTuned, Run
-from fastjax.runs.datasets import train_batches
 from fastjax.runs.identity import files_of
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.messages import warn
@@ -72,10 +72,11 @@ class TrainingRun:
             rows = run.config.training.per_device_train_batch_size * replicas
             train = of_process(run.data.train, self.mesh, rows)
             if train is not run.data.train:
-                run.data = run.data._replace(batches=train_batches(run.config, train, replicas))
+                batches: Any = run.data.batches
+                run.data = run.data._replace(batches=batches._replace(rows=train.rows))
         if run.step.choice is not None:
-            length = run.config.model.max_seq_length
-            self.train_step = of_length(length, run.step.choice.compiled, self.train_step)
+            longest = run.data.batches.lengths[-1]
+            self.train_step = of_length(longest, run.step.choice.compiled, self.train_step)
         run.reached = self.reached
 
     def train(self) -> FineTuned:
@@ -205,13 +206,18 @@ class TrainingRun:
         assert isinstance(data.train, Dataset), "preferences are not streamed"
         held_out = None if data.held_out is None else of_process(data.held_out, self.mesh, rows)
         data = data._replace(train=of_process(data.train, self.mesh, rows), held_out=held_out)
-        run.data = with_references(data, program, rows, keep, run.tell)
+        run.data = with_references(data, program, self._without_gradient, keep, run.tell)
 
     def _evaluation_rows(self) -> int:
         """Rows of a batch without a backward pass, on all devices."""
         training = self.run.config.training
         size = training.per_device_eval_batch_size or training.per_device_train_batch_size
         return size * self.run.step.mesh.replicas
+
+    def _without_gradient(self, rows: PackedRows) -> Batches:
+        """Batches without a backward pass, in the order of the rows."""
+        batches = Batches(rows, self._evaluation_rows(), shuffle=False)
+        return batches.shortened(batches.steps_per_epoch, self.run.step.mesh.token_parts)
 
     def _send(self, batch: Batch) -> Batch:
         """The batch on the devices, each with its rows."""
@@ -220,7 +226,7 @@ class TrainingRun:
     def _evaluate(self, trainable: Any) -> Evaluation:
         run, rows = self.run, self._evaluation_rows()
         assert run.data.held_out is not None
-        batches = Batches(of_process(run.data.held_out, self.mesh, rows).rows, rows, shuffle=False).epoch()
+        batches = self._without_gradient(of_process(run.data.held_out, self.mesh, rows).rows).epoch()
         heard = self.watchdog.restart
         evaluation = run_evaluation(self.eval_step, trainable, run.model.frozen, batches, self._send, heard)
         if run.evaluate is None:

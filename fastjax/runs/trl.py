@@ -62,8 +62,7 @@ class SharedArguments:
         max_length: tokens of a sequence; None: no limit of its own.
         warmup_steps: a number of steps, or a share of the run's below 1; none with lr_scheduler_type "constant".
         warmup_ratio: the older name of the share.
-        train_sampling_strategy: "random", or "group_by_length": rows of similar length in a step, which computes the
-            longest.
+        train_sampling_strategy: "random", or "group_by_length": rows of similar length in a step.
         group_by_length: the older name of the second.
         full_determinism: two equal runs are equal bit for bit.
         bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.

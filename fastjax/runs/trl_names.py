@@ -30,6 +30,8 @@ NOT_NEEDED = frozenset(
         *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
         *("remove_unused_columns", "label_names", "length_column_name", "shuffle_dataset", "padding_value"),
+        # A batch is as long as its longest row, rounded up to one of a few lengths.
+        "pad_to_multiple_of",
         # Every step is in metrics.jsonl, checked for what is not finite, and a checkpoint is whole.
         *("disable_tqdm", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "log_level"),
         *("log_level_replica", "include_num_input_tokens_seen", "skip_memory_metrics", "debug"),
@@ -48,7 +50,6 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "metric_for_best_model": (("loss", "eval_loss"), "early stopping and the best checkpoint by eval_loss"),
     "truncation_mode": (("keep_start",), "rows that are cut already"),
     "packing_strategy": (("bfd",), "TrainerSettings(too_long=…)"),
-    "pad_to_multiple_of": (("auto",), "max_seq_length of FastLanguageModel, the length of a row"),
     "loss_type": (("nll", "chunked_nll"), "Trainer(loss=…)"),
     "f_divergence_type": (("reverse_kl",), "Trainer(loss=…)"),
     **dict.fromkeys(("hub_token", "hub_private_repo", "hub_model_id", "hub_always_push"), ((), _HUB)),

@@ -161,11 +161,14 @@ class Loop:
         evaluation: the last one; None: there was none.
         cadence: of the run.
         signalled: whether a signal wants the run to end; an observer sets it.
+        new_length: tokens of a row of the step under way, where it is the first with as many; None: it is not.
     """
 
     def __init__(self, start: LoopState, cadence: Cadence, observers: Sequence[Observer]):
         self.state, self.progress, self.evaluation, _ = start
         self.cadence, self.signalled = cadence, False
+        self.new_length: int | None = None
+        self._lengths: set[int] = set()
         self._observers = observers
         self._evaluated: int | None = None  # this step is
         self._pending: Step | None = None  # a dispatched step with unread numbers
@@ -194,6 +197,9 @@ class Loop:
         if (item := next(batches, None)) is None:
             raise TrainingError(f"the data ended after {number - 1} steps; expected batches for {self.cadence.total}")
         num_tokens, batch = item
+        length = batch.tokens.shape[-1]
+        self.new_length = None if length in self._lengths else length
+        self._lengths.add(length)
         for observer in self._observers:
             observer.before(self)
         called = time.perf_counter()

@@ -12,11 +12,12 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   they are even); of preferences those of `training.preferences.losses`, and no tokens' accuracy and targets.
 - Evaluation: `eval_loss`; of tokens `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`; and further `eval_`
   names of another loss, such as one of preferences, or of a custom evaluation.
-- Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "profile", "interrupted", "finished" …)
-  and a `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train step (short
-  where the program was kept), `overlap_seconds` of both at once, and `first_step_seconds` until the first step's
-  numbers were there; "finished" has `files`, the SHA-256 of the result's weights, `base`, fingerprints of the base
-  model, and of several devices `memory_bytes_by_device` (by process where there are several).
+- Event: `event` ("started", "compiled", "saved", "save_failed", "resumed", "early_stop", "profile", "interrupted",
+  "finished" …) and a `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train
+  step (short where the program was kept), `overlap_seconds` of both at once, and `first_step_seconds` until the first
+  step's numbers were there; "compiled" has `compile_seconds` of the step for batches of another `row_length`;
+  "finished" has `files`, the SHA-256 of the result's weights, `base`, fingerprints of the base model, and of several
+  devices `memory_bytes_by_device` (by process where there are several).
 
 A sink is anything with `write` and `close`, so a tracker is one small class.
 """

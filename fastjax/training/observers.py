@@ -65,11 +65,26 @@ class Metrics(Observer):
             startup: what came before the first step; None: the start is not reported.
         """
         self._throughput, self._startup = throughput, startup
+        self._called: float | None = None
 
     def waits(self, what: str | None, usual: float | None = None) -> None:
         """Leave what may take any time out of the speed."""
         if what is None:
             self._throughput.pause()
+
+    def before(self, loop: Loop) -> None:
+        """Leave compiling for another length of rows out of the speed."""
+        if loop.new_length is not None and self._called is not None:
+            self._throughput.pause()
+        self._called, self._first = time.perf_counter(), self._called is None
+
+    def called(self, loop: Loop) -> None:
+        """Report the seconds of compiling for another length of rows; those of the first are part of the start."""
+        if loop.new_length is not None and not self._first:
+            assert self._called is not None, "`before` comes before"
+            seconds, length = time.perf_counter() - self._called, loop.new_length
+            message = f"the train step for rows of {length:,} tokens compiled in {seconds:.1f} s"
+            loop.event("compiled", message, compile_seconds=seconds, row_length=length)
 
     def measured(self, loop: Loop, step: Step) -> None:
         """Report the step's row."""
@@ -88,7 +103,8 @@ class Metrics(Observer):
         compiled += first.returned - first.called
         stepped = time.perf_counter() - first.returned
         message = (
-            f"started: the model loaded in {load:.1f} s, the train step compiled in {compiled:.1f} s"
+            f"started: the model loaded in {load:.1f} s, the train step for rows of {first.batch.tokens.shape[-1]:,} "
+            f"tokens compiled in {compiled:.1f} s"
             f"{f', {overlap:.1f} s of them at once,' if overlap >= 0.05 else ''} and taken for the first time in "
             f"{stepped:.1f} s"
         )

@@ -114,7 +114,6 @@ _WITH_PREFERENCES: dict[str, tuple[Any, ...]] = {
     "output.sample_answers": (0,),
     "data.loss_on": ("responses", "last_response"),
     "data.too_long": ("truncate", "drop"),
-    "training.group_by_length": (False,),
     "training.label_smoothing_factor": (0,),
     "training.z_loss_coef": (0,),
     "training.router_aux_loss_coef": (0,),
@@ -136,13 +135,7 @@ def _rules(config: TrainConfig) -> Iterator[tuple[str, tuple[Any, ...], str, str
     if config.preferences.needs_reference:
         reason = f"{loss}, whose reference is the model as training begins"
         yield "model.full_finetuning", (False,), reason, "; orpo and simpo need none"
-    sizes = config.parallel.sizes
-    grouped = {
-        "without data.packing: false": config.data.packing,
-        "without parallel.context: 1": sizes.get("context", 1) > 1,
-        "without parallel.tensor: 1": sizes.get("tensor", 1) > 1,
-        "for streamed data": config.streams,
-    }
+    grouped = {"without data.packing: false": config.data.packing, "for streamed data": config.streams}
     for reason, applies in grouped.items():
         if applies:
             yield "training.group_by_length", (False,), reason, ""

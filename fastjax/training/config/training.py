@@ -34,8 +34,7 @@ class TrainingSection:
     early_stopping_threshold: NotNegative = 0.0
     """how much lower than the best an evaluation's loss must be to be better, in nats."""
     group_by_length: bool = False
-    """with data.packing: false: the rows of a step are of similar length, and a step computes its longest row instead
-    of max_seq_length tokens; one program for each of eight lengths at most."""
+    """with data.packing: false: the rows of a step are of similar length, so that it computes less padding."""
     logging_steps: Count = 10
     """print a line every so many steps where the output is not a terminal."""
     accumulation_dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -49,11 +49,11 @@ def test_rows_and_counts(settings, chats, capsys):
     assert lines["tokens"] == [str(tokens)] * 2
     assert f"{learnt} ({learnt / tokens:.1%})" in out
     rows = int(lines["rows"][-1])
-    assert f"{tokens / rows / 64:.1%}" in lines["slots filled"]
     steps = -(-rows // 8)
     assert (
         f"2 × 4 rows a step, {tokens / steps:,.0f} tokens on average; {steps} steps an epoch, {3 * steps} steps" in out
     )
+    assert f"; rows of a batch: of 64 tokens ({tokens / steps / 8 / 64:.1%} of the slots filled)" in out
 
 
 def test_what_a_row_excludes_is_shown_as_read(settings, tmp_path):

@@ -118,10 +118,8 @@ def test_best_fit_refuses_what_does_not_fit():
 
 def test_statistics_read_as_a_line():
     statistics = DataStatistics(10, 8, 1, 0, 0, 2, 900, 300, 2, 1000)
-    assert statistics.slots_filled == 0.9
     assert str(statistics) == (
-        "8 examples in 2 rows; 900 tokens, 300 of them learnt; 90.0% of the slots filled; 1 truncated; "
-        "2 left out: nothing to learn in them"
+        "8 examples in 2 rows; 900 tokens, 300 of them learnt; 1 truncated; 2 left out: nothing to learn in them"
     )
     assert "8 documents in" in str(statistics._replace(split=3, truncated=0, dropped=4))
     assert "; 3 too long, split; 4 too long, dropped; " in str(statistics._replace(split=3, truncated=0, dropped=4))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from fastjax.data import grouping
+from fastjax.data import lengths
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.execution.policies import candidates
 from fastjax.parallel import MeshShape
@@ -99,29 +99,30 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive("one")
 @pytest.mark.parametrize(
-    ("tile", "ends", "expected"),
+    ("shortest", "ends", "expected"),
     [
         pytest.param(24, (3,), [24, 24, 24], id="one"),
         pytest.param(6, (3, 8), [18, 18, 12, 12, 12, 18, 18, 18], id="several, resumed"),
     ],
 )
-def test_batches_of_other_lengths(settings, memory, tmp_path, monkeypatch, tile, ends, expected):
-    """The step that was compiled takes whole rows and others their own; the losses are those of padded rows."""
-    lengths, losses, real = [], [], training_run.of_length
+def test_batches_of_other_lengths(settings, memory, tmp_path, monkeypatch, shortest, ends, expected):
+    """The step that was compiled takes the longest and others their own; the losses are those of padded rows."""
+    seen, losses, real = [], [], training_run.of_length
 
     def recorded(length, compiled, other):
         step = real(length, compiled, other)
-        return lambda state, frozen, batch: lengths.append(batch.tokens.shape[-1]) or step(state, frozen, batch)
+        return lambda state, frozen, batch: seen.append(batch.tokens.shape[-1]) or step(state, frozen, batch)
 
     monkeypatch.setattr(training_run, "of_length", recorded)
     memory(2**40)
     own = {**settings, "data": {**settings["data"], "packing": False}}
-    for name, multiple, parts in (("cut", tile, ends), ("whole", 48, ends[-1:])):
-        monkeypatch.setattr(grouping, "TILE", multiple)
+    monkeypatch.setattr(lengths, "COMPILING", 0)
+    for name, least, parts in (("cut", shortest, ends), ("whole", 48, ends[-1:])):
+        monkeypatch.setattr(lengths, "SHORTEST", least)
         for number, steps in enumerate(parts):
             run(own, tmp_path / name, steps, resume=number > 0, group_by_length=True)
         losses.append([row["loss"] for row in rows(tmp_path / name) if "loss" in row])
-    assert lengths == [*expected, *[48] * len(expected)]
+    assert seen == [*expected, *[48] * len(expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # float32
 
 

@@ -222,11 +222,6 @@ def test_wrong_values(section, message):
     "loss, others, message",
     [
         ("orpo", {"data": {"loss_on": "all"}}, "data.loss_on: expected responses or last_response with .* got all"),
-        (
-            "orpo",
-            {"training": {"group_by_length": True}, "data": {"packing": False}},
-            "training.group_by_length: expected false",
-        ),
         ("orpo", {"data": {"too_long": "split"}}, "data.too_long: expected truncate or drop with .* got split"),
         ("orpo", {"training": {"z_loss_coef": 0.1}}, "training.z_loss_coef: expected 0 with preferences.loss: orpo"),
         ("orpo", {"training": {"qat": "nf4"}}, "training.qat: expected null with preferences.loss: orpo, got nf4"),

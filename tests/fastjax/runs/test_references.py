@@ -103,10 +103,13 @@ def test_what_is_kept(tmp_path):
             found[(*place[:2], batch.segment_ids[tuple(place)] - 1)] = -batch.tokens[tuple(place)] - 1
         return found - (batch.extra["roles"] == Role.REJECTED) / np.float32(2)
 
+    def batched(rows):
+        return Batches(rows, 2, shuffle=False)
+
     file = tmp_path / "references" / "one.npz"
     data = RunData(Dataset(rows, None, "rows", 9), None, Batches(rows, 2), 1)
     for expected in (1, 1, 2, 3):
-        made = with_references(data, program, 2, lambda dataset: file, said.append)
+        made = with_references(data, program, batched, lambda dataset: file, said.append)
         assert len(calls) == expected and made.batches.rows is made.train.rows
         numbers = made.train.rows.fields["reference_log_probs"]
         np.testing.assert_array_equal(numbers.reshape(5, 2), -np.arange(1, 6)[:, None] - np.float32([0, 0.5]))
@@ -117,5 +120,5 @@ def test_what_is_kept(tmp_path):
         elif len(said) == 3:
             file.write_bytes(content[:-9])
     assert [" computed" in line for line in said] == [True, False, True, True]
-    with_references(data, program, 2, None, said.append)
+    with_references(data, program, batched, None, said.append)
     assert len(calls) == 4

@@ -1,4 +1,5 @@
-"""Eight rows in one, two or eight portions are the same step, however unequal the rows' numbers of targets are.
+"""Eight rows in one, two or eight portions are the same step, however unequal the rows' numbers of targets are, and
+however much padding is behind all of them.
 
 Float32, through the step and the optimizer of a run. Sums of some hundred terms in another order differ by a few units
 in the last place (6e-8).
@@ -36,18 +37,18 @@ def model(kind):
     return base if kind == "full" else tiny.adapted(base)
 
 
-def rows():
+def rows(width=WIDTH):
     documents = tiny.documents(tiny.CONFIG, [count + 1 for count in TARGETS])
-    return tiny.rows([[document] for document in documents], WIDTH)
+    return tiny.rows([[document] for document in documents], width)
 
 
 @functools.cache
-def stepped(kind, portions):
+def stepped(kind, portions, width=WIDTH):
     """(metrics, gradients, updates of the weights, new weights) of a step in so many portions."""
     ours = model(kind)
     optimizer = optax.chain(steps.RECORDED, make_optimizer(OPTIMIZER, 10), steps.RECORDED)
     step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, donate=False)
-    batch = Batch(*(array.reshape(portions, -1, WIDTH) for array in rows()))
+    batch = Batch(*(array.reshape(portions, -1, width) for array in rows(width)))
     state, metrics = step(init_state(ours.trainable, optimizer, jax.random.key(0)), ours.frozen, batch)
     return jax.device_get((metrics, state.opt_state[0], state.opt_state[-1], state.trainable))
 
@@ -66,11 +67,12 @@ def assert_equal_within_rounding(found, expected):
         assert np.linalg.norm(found[name] - leaf) < TOLERANCE * max(size, usual), name
 
 
-@pytest.mark.exhaustive("8-lora")
+@pytest.mark.exhaustive("8, cut-lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("portions", [2, 8])
-def test_portions_of_one_step(kind, portions):
-    whole, parts = stepped(kind, 1), stepped(kind, portions)
+@pytest.mark.parametrize(("portions", "width"), [(2, WIDTH), (8, WIDTH), (8, 96)], ids=["2", "8", "8, cut"])
+def test_portions_of_one_step(kind, portions, width):
+    """The last are cut: the whole step has rows of half as many tokens again, which are padding."""
+    whole, parts = stepped(kind, 1, width), stepped(kind, portions)
     assert whole[0]["num_targets"] == parts[0]["num_targets"] == sum(TARGETS)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(parts[0][name], whole[0][name], rtol=TOLERANCE)

@@ -17,7 +17,6 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
-    ParallelSection,
     QATSettings,
     TrainConfig,
     TrainingSection,
@@ -141,19 +140,17 @@ def test_contradictions():
 
 
 def test_rows_are_grouped_by_length_alone():
-    def config(data=None, **parallel):
-        sections = ModelSection("m"), data or DataSection("d", packing=False), OutputSection("o")
+    def config(data):
         training = TrainingSection(group_by_length=True, max_steps=9)
-        return TrainConfig(*sections, training=training, parallel=ParallelSection(**parallel))
+        return TrainConfig(ModelSection("m"), data, OutputSection("o"), training=training)
 
-    assert config(context=1).training.group_by_length
-    for message, arguments in (
-        ("without data.packing: false", {"data": DataSection("d")}),
-        ("without parallel.context: 1", {"context": 2}),
-        ("for streamed data", {"data": DataSection([DataSource("a", streaming=True)], packing=False)}),
+    assert config(DataSection("d", packing=False)).training.group_by_length
+    for message, data in (
+        ("without data.packing: false", DataSection("d")),
+        ("for streamed data", DataSection([DataSource("a", streaming=True)], packing=False)),
     ):
         with pytest.raises(ConfigError, match=rf"training\.group_by_length: expected false {message}, got true"):
-            config(**arguments)
+            config(data)
 
 
 def test_streamed_data_have_no_epochs():
