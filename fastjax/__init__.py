@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastjax.data.chat_templates import get_chat_template as get_chat_template
     from fastjax.data.settings import DataSource as DataSource
     from fastjax.language_model import FastLanguageModel as FastLanguageModel
     from fastjax.language_model import LanguageModel as LanguageModel
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from fastjax.runs.preference_trainers import RewardTrainer as RewardTrainer
     from fastjax.runs.sft import SFTConfig as SFTConfig
     from fastjax.runs.sft import SFTTrainer as SFTTrainer
-    from fastjax.runs.sft import get_chat_template as get_chat_template
     from fastjax.runs.sft import train_on_responses_only as train_on_responses_only
     from fastjax.runs.trainer import Event as Event
     from fastjax.runs.trainer import Trainer as Trainer
@@ -42,10 +42,11 @@ _FAMILIES = (*_FAMILIES, "GemmaModel", "Gemma2Model", "CohereModel", "GraniteMod
 _ALIASES = {f"Fast{name}": "FastLanguageModel" for name in _FAMILIES}
 _LOSSES = ("CPO", "DPO", "KTO", "ORPO", "Reward")
 _MODULES = {
+    "fastjax.data.chat_templates": ("get_chat_template",),
     "fastjax.data.settings": ("DataSource",),
     "fastjax.language_model": ("FastLanguageModel", "LanguageModel", "ModelHandle"),
     "fastjax.runs.preference_trainers": [f"{loss}{kind}" for loss in _LOSSES for kind in ("Config", "Trainer")],
-    "fastjax.runs.sft": ("SFTConfig", "SFTTrainer", "get_chat_template", "train_on_responses_only"),
+    "fastjax.runs.sft": ("SFTConfig", "SFTTrainer", "train_on_responses_only"),
     "fastjax.runs.trainer": ("Event", "Trainer", "TrainerSettings"),
     "fastjax.training.config": ("OptimizerConfig", "OutputSection", "PreferencesSection", "TrainingSection"),
 }

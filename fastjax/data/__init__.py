@@ -8,7 +8,7 @@ A row passes through the modules of this folder in one direction::
     mixture          the examples of an epoch from several data sets
     template         the chat template: messages → text and the ranges of the responses in it
                      (in template_environment, a sandbox with the limits of template_limits)
-    named_templates  ChatML, Llama 3, Mistral, Gemma, Alpaca and plain, for tokenizers without
+    named_templates  templates by name, for tokenizers without; turn_formats: those that are rows of a table
     encoding         text → token ids and a mask of the target tokens; one BOS, a learnt end of turn
     special_texts    special tokens in the rows' content, read as text
     documents        examples as documents in flat arrays, cut to the row length, with counts of the cuts

@@ -92,9 +92,9 @@ class DataOptions:
     a random part) or all_exhausted (no example is left out; the others repeat). Streamed data have no epochs: a data
     set begins again at its own end, and the others go on."""
     chat_template: str | None = None
-    """chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved with the
-    tokenizer; prompt and completion then are a user's and an assistant's message. null: the tokenizer's own, for
-    conversations only."""
+    """chatml, llama3, llama-3.1, mistral, gemma, gemma-3, qwen3, phi-4, alpaca, plain or another name, or a file with a
+    Jinja template, which is saved with the tokenizer; prompt and completion then are a user's and an assistant's
+    message. null: the tokenizer's own, for conversations only."""
     loss_on: LossOn = "responses"
     """the tokens to learn: the assistant's responses, its last_response, or all; or a list of roles whose messages are
     learnt, such as [assistant, tool]; or, for texts that hold conversations, {instruction_part: …, response_part: …},

@@ -6,16 +6,12 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 import dataclasses
 from typing import Any
 
-from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import TrainerSettings, first_record
 from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
-
-#: Unsloth's name.
-get_chat_template = set_chat_template
 
 
 @arguments

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastjax.data import NAMED_TEMPLATES, ChatRecord, Encoder, load_tokenizer, parse_row, set_chat_template
+from fastjax.data import ChatRecord, Encoder, load_tokenizer, parse_row, set_chat_template
 from tests.support import tokenizers as made
 
 NEOX = Path(__file__).parents[4] / "shared" / "data" / "tokenizer_neox"
@@ -106,7 +106,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+@pytest.mark.parametrize("name", TURNS)
 def test_named_templates(tokenizer, name):
     set_chat_template(tokenizer, name)
     before, end, after = TURNS[name]

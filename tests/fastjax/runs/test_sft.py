@@ -129,7 +129,7 @@ def test_a_chat_template_by_name():
     said = tokenizer.apply_chat_template([{"role": "user", "content": "Add."}], tokenize=False)
     assert said.endswith("### Instruction:\nAdd.") and "alpaca" in NAMED_TEMPLATES
     with pytest.raises(ConfigError, match="chatml needs special tokens that the tokenizer in .* lacks"):
-        get_chat_template(tokenizer, chat_template="chatml")
+        get_chat_template(tokenizer, chat_template="chatml", map_eos_token=False)
 
 
 @pytest.mark.parametrize(
