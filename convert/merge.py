@@ -6,6 +6,7 @@ family's table ignores, such as a vision tower.
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from convert.adapters import Adapter, open_adapter
-from convert.card import write_card
+from convert.card import Card, read_training, whole_use, write_card
 from convert.checkpoint import CONFIG, write_config
 from convert.conversion import Conversion
 from convert.errors import unexpected
@@ -66,7 +67,6 @@ def merge(
     activations: str | None = None,
     unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
-    recipe: str | None = None,
     **write: Unpack[WriteOptions],
 ) -> Merged:
     """Write a model folder with an adapter merged into its base.
@@ -89,7 +89,6 @@ def merge(
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
             otherwise than PEFT.
         config: Contents of config.json in place of the base's.
-        recipe: How the adapter was trained, in Markdown, for the model card.
         write: As of `convert.output.write_folder`; a matrix that is quantised is refused with any NaN or infinity.
 
     Returns:
@@ -107,7 +106,7 @@ def merge(
     weights, allow = open_weights(base), write.get("allow_nonfinite", False)
     experts = {"specs": weights.specs.values(), "unsloth_expert_layout": unsloth_expert_layout}
     opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow, **experts)
-    merging = _Merge(Path(folder), weights, opened, dtype, base_in_nf4, skip, activations, config, recipe)
+    merging = _Merge(Path(folder), weights, opened, dtype, base_in_nf4, skip, activations, config)
     return merging.write({"unsloth_expert_layout": unsloth_expert_layout}, **write)
 
 
@@ -136,9 +135,9 @@ class _Merge:
         skip: Sequence[str],
         activations: str | None,
         config: Mapping[str, Any] | None,
-        recipe: str | None,
     ):
-        self.folder, self.weights, self.adapter, self.recipe = folder, weights, adapter, recipe
+        self.folder, self.weights, self.adapter = folder, weights, adapter
+        self.training = read_training(adapter.folder)
         self.dtype, self.base_in_nf4, self.skip = dtype, base_in_nf4, skip
         self.base, scheme = weights.checkpoint.folder, dtype if dtype in WRITERS else None
         self.skipped = modules_named(weights, skip)
@@ -174,7 +173,7 @@ class _Merge:
         made_from = {
             "base": fingerprint(self.base),
             "adapter": fingerprint(self.adapter.folder),
-            "settings": [self.dtype, self.base_in_nf4, list(self.skip), served, self.recipe, settings],
+            "settings": [self.dtype, self.base_in_nf4, list(self.skip), served, self.training, settings],
             "config": self.config,
         }
         written = write_folder(self.folder, self.conversion.jobs, made_from=made_from, finish=self._finish, **write)
@@ -193,16 +192,29 @@ class _Merge:
             write_config(folder / CONFIG, self.config)
         if self.trained is not None and self.writer is None:
             self.trained.write(folder)
-        write_card(
-            folder,
-            self.weights.checkpoint,
-            self.adapter,
-            dtype=self.dtype,
-            base_in_nf4=self.base_in_nf4,
-            notes=self.notes,
-            recipe=self.recipe,
-        )
+        write_card(folder, self._card(), self.folder)
         open_weights(folder)
+
+    def _card(self) -> Card:
+        """The card of the merged folder."""
+        adapter, base = self.adapter.config, self.weights.checkpoint
+        named = str(adapter.base_model_name_or_path or base.config.get("_name_or_path") or base.folder.name)
+        quantization = base.config.get("quantization_config") or {}
+        kind = "its weights as they are stored"
+        if quantization:
+            kind = f"its {quantization.get('quant_method', '4 or 8 bits')} weights, decoded"
+        if self.base_in_nf4:
+            kind = "its layers' matrices quantised to NF4 (nested scales) and decoded"
+        revision = f", revision {adapter.revision}" if adapter.revision else ""
+        about = (
+            f"{Path(named).name}{revision} with a LoRA adapter merged into it, in float32, by fastjax.",
+            "",
+            f"- Base: `{base.folder.name}`, {kind}.",
+            f"- Stored as: {self.dtype or 'each tensor in the dtype of the base'}.",
+            *(f"- {note[0].upper()}{note[1:]}." for note in self.notes),
+        )
+        use = whole_use(shlex.quote(self.folder.name), scored=self.changes.scored)
+        return Card(named, "transformers", about, adapter, self.training, use, base.folder)
 
     def _notes(self) -> list[str]:
         """The remarks for the user."""

@@ -109,10 +109,8 @@ def _merge(base: str, adapter: str, out: Path, max_shard_gib: float, **options: 
     from convert.merge import merge
 
     model, adapters = _folder(base), _folder(adapter)
-    run = adapters.parent / "config.yaml"
-    recipe = f"```yaml\n{run.read_text(encoding='utf-8').strip()}\n```" if run.is_file() else None
     with _progress("merging") as monitor:
-        options |= {"recipe": recipe, "max_shard_bytes": int(max_shard_gib * 2**30), "monitor": monitor}
+        options |= {"max_shard_bytes": int(max_shard_gib * 2**30), "monitor": monitor}
         merged = merge(model, adapters, out, **options)
     for note in merged.notes:
         print(f"note: {note}")

@@ -3,8 +3,9 @@
 import argparse
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -49,8 +50,15 @@ def quickstart_config(output_dir: str) -> TrainConfig:
         lora=LoraSection(r=16, lora_alpha=32),
         data=DataSection(str(ASSETS / "tiny-chat/train.jsonl"), str(ASSETS / "tiny-chat/test.jsonl")),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
-        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=2, logging_steps=25),
-        output=OutputSection(output_dir, overwrite_output_dir=True),
+        training=TrainingSection(
+            per_device_train_batch_size=8,
+            num_train_epochs=2,
+            logging_steps=10,
+            eval_steps=10,
+            early_stopping_patience=1,
+            early_stopping_threshold=0.005,
+        ),
+        output=OutputSection(output_dir, overwrite_output_dir=True, sample_answers=5),
         parallel=ParallelSection(data=1, fsdp=1),  # so little is no faster on more
     )
 
@@ -64,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="fastjax quickstart",
         description="Fine-tune the embedded tiny Llama with QLoRA and show its answers before and after. It takes a "
-        "few minutes on two CPU cores and reads nothing from the network.",
+        "minute on two CPU cores and reads nothing from the network.",
     )
     parser.add_argument("--output_dir", default="runs/quickstart", metavar="FOLDER", help="default: %(default)s")
     run(quickstart_config(parser.parse_args(argv).output_dir), Console())
@@ -89,23 +97,32 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
     prompts = [messages[0]["content"] for messages in conversations]
     expected = [messages[-1]["content"] for messages in conversations]
     base, _ = FastLanguageModel.from_pretrained(config.model.model_name, config.model.max_seq_length)
-    with console.status("asking the base model"):
+    with _status(console, f"asking the base model {len(prompts)} held-out prompts"):
         before = _score(base, prompts, expected)
     try:
         tuned = fine_tune(config, console)
     except Interrupted as error:
         settings = shlex.quote(f"{config.output.output_dir}/config.yaml")
         raise Interrupted(f"{error}: fastjax train {settings} --resume", error.signal_number) from None
-    with console.status("asking the fine-tuned model"):
+    with _status(console, "asking the fine-tuned model the same"):
         after = _score(tuned.model, prompts, expected)
     _show(console, prompts, expected, before, after)
+    output, asked = shlex.quote(config.output.output_dir), shlex.quote(prompts[0])
+    report = tuned.folder.parent / "report.html"
     console.print(
-        f"The adapter is in {tuned.folder} (PEFT format). Talk to it, and ask it such as {shlex.quote(prompts[0])}:\n"
-        f"  fastjax chat {shlex.quote(config.output.output_dir)}",
+        f"The adapter is in {tuned.folder} (PEFT format), curves and answers in {report}.\n"
+        f"Talk to it, and ask it such as {asked}:\n  fastjax chat {output}",
         highlight=False,
         soft_wrap=True,
     )
     return before, after
+
+
+def _status(console: Console, doing: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal; a line elsewhere, where a spinner says nothing."""
+    if not console.is_terminal:
+        console.print(f"{doing} …", highlight=False)
+    return console.status(doing)
 
 
 def _score(model, prompts: Sequence[str], expected: Sequence[str]) -> Scored:

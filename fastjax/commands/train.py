@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     keep_programs(OPTION not in argv and not config.training.deterministic)
     from fastjax.parallel.processes import Rank, end_with_others, end_with_parent, in_cluster, is_primary, join
     from fastjax.runs.fine_tune import fine_tune  # JAX is imported once the settings are right
-    from fastjax.training.report import usage
+    from fastjax.training.report import usage_of_run
 
     if launcher := os.environ.pop(LAUNCHER, None):  # which ends all when one has ended
         end_with_parent(int(launcher))
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         return
     console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
-    ways = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
+    ways = usage_of_run(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
     console.print(f"use it:\n{ways.own}", highlight=False, soft_wrap=True, markup=False)
     if ways.servers:
         told = f"with vLLM, llama.cpp or Ollama:\n{ways.servers}"

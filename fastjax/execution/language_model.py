@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from convert.adapters import AdapterConfig
+from convert.card import Training
 from convert.model.config import ModelConfig
 from convert.quantization_aware import QuantizationAware
 from convert.trained_over import TrainedOver
@@ -55,6 +56,7 @@ class LanguageModel:
         source: name and commit of a checkpoint from the hub; None for a folder.
         base: the checkpoint as its matrices were read (`convert.trained_over`), noted beside an adapter; or None.
         quantization_aware: the quantisation that it is trained for (`models.quantized`), or None.
+        training: the run that made the trained arrays, for the model card, or None.
     """
 
     config: ModelConfig
@@ -73,6 +75,7 @@ class LanguageModel:
     source: tuple[str, str] | None = None
     base: TrainedOver | None = None
     quantization_aware: QuantizationAware | None = None
+    training: Training | None = None
 
     @property
     def full_finetuning(self) -> bool:
@@ -109,7 +112,8 @@ class LanguageModel:
         return nnx.merge(self.graphdef, self.trainable, self.frozen)
 
     def replace(self: Model, **changes: Any) -> Model:
-        """Make a model with other fields, for instance `trainable` after training."""
+        """Make a model with other fields, for instance `trainable` after training, of which no run is known then."""
+        changes = ({"training": None} if "trainable" in changes else {}) | changes
         return dataclasses.replace(self, **changes)
 
     def with_options(self: Model, **changes: Any) -> Model:

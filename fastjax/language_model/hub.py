@@ -1,10 +1,13 @@
-"""Uploading a model to the hub: what `saving` writes, into one commit."""
+"""Uploading a model to the hub: what `saving` writes, into one commit; a card of the user's that is there stays."""
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from convert.adapter_config import CONFIG as ADAPTER_CONFIG
+from convert.card import CARD, is_foreign, renamed
 from fastjax.execution.language_model import LanguageModel
 from fastjax.language_model.saving import save_pretrained, save_pretrained_gguf, save_pretrained_merged
 
@@ -122,5 +125,13 @@ def _pushed(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / Path(repo_id).name
         write(folder)
+        card = folder / CARD
+        text = card.read_text("utf-8")
+        if (folder / ADAPTER_CONFIG).is_file():  # whose base `chat` finds in a folder alone
+            text = text.replace(f"fastjax chat {folder.name}\n", "")
+        card.write_text(renamed(text, folder.name, repo_id), encoding="utf-8")
         api.create_repo(repo_id, private=private, exist_ok=True)
+        if api.file_exists(repo_id, CARD) and is_foreign(Path(api.hf_hub_download(repo_id, CARD))):
+            print(f"note: {repo_id} has a {CARD} that is not fastjax's, which stays as it is", file=sys.stderr)
+            card.unlink()
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message))

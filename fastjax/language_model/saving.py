@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.adapters import write_adapter
-from convert.card import write_adapter_card
+from convert.card import write_card
 from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
@@ -25,6 +25,7 @@ from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError, DataError
 from fastjax.execution.language_model import LanguageModel, check_logits
 from fastjax.execution.stacks import layer_of
+from fastjax.language_model.card import gguf_card, model_card
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import split_layer
@@ -65,9 +66,9 @@ def save_pretrained(model: LanguageModel, folder: str | Path, tokenizer: Any = N
     with atomic_folder(folder, replaces=("adapter_model.*",) if model.lora is not None else WEIGHT_FILES) as whole:
         if model.lora is not None:
             write_adapter(whole, model.lora, _adapter(model), family=family_for(model.hf_config), over=model.base)
-            write_adapter_card(whole, model.lora, model.base, folder)
         else:
             save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
+        write_card(whole, model_card(model, folder.name), folder)
         if model.quantization_aware is not None:
             model.quantization_aware.write(whole)
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
@@ -161,7 +162,7 @@ def save_pretrained_gguf(
 ) -> Any:
     """Write GGUF files for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
 
-    Beside each stands a Modelfile for Ollama (`fastjax.data.modelfile`).
+    Beside each stands a Modelfile for Ollama (`fastjax.data.modelfile`), and beside all a model card.
 
     Args:
         model: with an adapter, or trained whole.
@@ -197,6 +198,7 @@ def save_pretrained_gguf(
         for kind, file in zip(kinds, files, strict=True):
             export_gguf(whole, file, type=kind, skip=skip, pre_tokenizer=pre_tokenizer, force=force)
             write_modelfile(file, whole, force=force)
+    write_card(folder, gguf_card(model, files))
     return files if isinstance(quantization_method, list | tuple) else files[0]
 
 

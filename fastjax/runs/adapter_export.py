@@ -8,6 +8,7 @@ from rich.console import Console
 
 from fastjax.errors import ConfigError
 from fastjax.language_model.saving import save_pretrained
+from fastjax.runs.card import training_of
 from fastjax.runs.folder import claimed
 from fastjax.runs.model import load_model
 from fastjax.runs.opening import open_model
@@ -66,7 +67,8 @@ def export_checkpoint(
             else:
                 earlier, learnt = restore(checkpoints, earlier, load, console)
                 step = earlier.progress.step
-            save_pretrained(model.replace(trainable=learnt), folder)
+            training = training_of(config, run.metrics, {}, until=step)
+            save_pretrained(model.replace(trainable=learnt, training=training), folder)
         finally:
             checkpoints.close()
     return step

@@ -13,7 +13,7 @@ from fastjax.runs.messages import say
 from fastjax.training.metrics import JsonLines, Sink, Tolerant
 from fastjax.training.profile import StepProfile
 from fastjax.training.progress import make_progress
-from fastjax.training.report import describe_environment, describe_peaks, usage, write_report
+from fastjax.training.report import describe_environment, describe_peaks, usage_of_run, write_report
 from fastjax.training.trackers import make_trackers
 
 
@@ -76,7 +76,7 @@ class Reporting:
             each = "device" if jax.process_count() == 1 else "process"
             environment[f"peak memory by {each}"] = describe_peaks(self.peaks)
         model = run.model
-        result = usage(run.config, run.folder.result, model.hf_config, str(model.dtype))
+        result = usage_of_run(run.config, run.folder.result, model.hf_config, str(model.dtype))
         write_report(
             run.folder.path,
             config=dataclasses.asdict(run.config),

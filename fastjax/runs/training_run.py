@@ -19,6 +19,7 @@ from fastjax.language_model.variants import with_start
 from fastjax.parallel import place, row_shardings
 from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
+from fastjax.runs.card import training_of
 from fastjax.runs.checkpointing import memory_advice
 from fastjax.runs.context import FineTuned, Run
 from fastjax.runs.identity import files_of
@@ -104,6 +105,8 @@ class TrainingRun:
             stack.enter_context(memory_advice(run.step))
             if (choice := run.step.choice) is not None:
                 reporting.tell(start.step, "checkpointing", str(choice), **choice.row())
+            if run.earlier is None:
+                self._answer(reporting, 0)
             batches = run.data.batches.from_step(start.step, run.data.total_steps, position)
             observers = self._observers(reporting, start, profile, stop)
             with sent_ahead(batches, self._send) as ready:
@@ -170,9 +173,9 @@ class TrainingRun:
         """Save the result, and let it answer held-out prompts."""
         run, step = self.run, reached.progress.step
         self.watchdog.waits(f"the result, {run.folder.result}")
-        run.model = with_start(run.model.replace(trainable=self._chosen(reached)), None)
+        training = training_of(run.config, run.folder.metrics, run.data.statistics()) if is_primary() else None
+        run.model = with_start(run.model.replace(trainable=self._chosen(reached)), None).replace(training=training)
         save_pretrained(run.model, run.folder.result)  # all processes, of which the first writes
-        self.watchdog.waits(None)
         self._answer(reporting, step)
         self.watchdog.waits("the other processes, after the result")
         reporting.status = "finished"
@@ -288,16 +291,19 @@ class TrainingRun:
             ) from error
 
     def _answer(self, reporting: Reporting, step: int) -> None:
-        """Tell the sample answers; the result is there, so what keeps them away is a warning."""
+        """Tell the sample answers of the model as far as training came; what keeps them away is a warning."""
         count, held_out = self.run.config.output.sample_answers, self.run.data.held_out
-        if not count or held_out is None:
+        model = self.reached()
+        if not count or held_out is None or model is None:
             return
+        self.watchdog.waits(None)  # compiling takes any time
         try:
-            answers = sample_answers(self.run.model, held_out.rows, count)
+            answers = sample_answers(model, held_out.rows, count)
         except (ConfigError, jax.errors.JaxRuntimeError) as error:
             warn(self.run.console, f"no sample answers: {str(error).splitlines()[0]}")
             return
-        reporting.tell(step, "answered", f"answered {len(answers)} held-out prompts, see the report", samples=answers)
+        when = " before training" if step == 0 else ", see the report"
+        reporting.tell(step, "answered", f"answered {len(answers)} held-out prompts{when}", samples=answers)
 
 
 def _flops_per_token(run: Run) -> float | None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from convert.adapters import AdapterConfig, rank_and_alpha, saves_whole, scaling, targets, write_adapter
+from convert.card import Card, Training, read_training, write_card
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
@@ -282,13 +283,19 @@ def test_what_goes_along(make_folder, tmp_path):
     write_adapter(tmp_path / "adapter", adapter, arrays(CONFIG, adapter))
     for name in ("generation_config.json", "chat_template.jinja", "LICENSE", "tokenizer_config.json"):
         (folder / name).write_text(f"base {name}")
-    merge(folder, tmp_path / "adapter", tmp_path / "one", recipe="500 steps")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nA base.\n")
+    training = Training("500 steps\n\n## More", ("org/data",))
+    write_card(tmp_path / "adapter", Card("org/other", "peft", ["An adapter."], adapter, training))
+    assert read_training(tmp_path / "adapter") == training
+    merge(folder, tmp_path / "adapter", tmp_path / "one")
     names = {"config.json", "model.safetensors", "README.md", "tokenizer.json", "tokenizer_config.json", "LICENSE"}
     names |= {"generation_config.json", "chat_template.jinja"}
     assert {path.name for path in (tmp_path / "one").iterdir()} == names
     assert (tmp_path / "one" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     card = (tmp_path / "one" / "README.md").read_text()
-    assert "500 steps" in card and '"r": 3' in card and "The adapter names org/other as its base" in card
+    assert card.endswith("## Training\n\n500 steps\n\n## More\n") and "datasets:\n- org/data\n" in card
+    assert '"r": 3' in card and "The adapter names org/other as its base" in card and "\nlicense: mit\n" in card
+    assert 'AutoModelForCausalLM.from_pretrained("one")' in card and "vllm serve one" in card
     own = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5}]}
     (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(own))
     (tmp_path / "adapter" / "chat_template.jinja").write_text("adapter")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import fastjax
+from convert.card import Training
 from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.hub import push_to_hub
 from tests.support import steps, tiny
 
 
@@ -111,3 +113,42 @@ def test_an_end_that_the_base_does_not_name_is_saved_and_said(tmp_path, capsys, 
     assert (end in capsys.readouterr().err) == (named is not None)
     files = [tmp_path / folder / "generation_config.json" for folder in ("adapter", "merged")]
     assert [json.loads(file.read_text())["eos_token_id"] if file.exists() else None for file in files] == [named] * 2
+
+
+@pytest.mark.parametrize("there", [None, "A card of mine."])
+def test_what_is_uploaded_has_a_card_unless_the_repository_has_its_own(base, tmp_path, monkeypatch, capsys, there):
+    import huggingface_hub
+
+    uploaded = {}
+
+    class Hub:
+        def __init__(self, token=None):
+            assert token == "secret"
+
+        def create_repo(self, name, *, private, exist_ok):
+            assert (name, private, exist_ok) == ("me/tuned", True, True)
+
+        def file_exists(self, name, file):
+            return there is not None
+
+        def hf_hub_download(self, name, file):
+            (tmp_path / file).write_text(there)
+            return str(tmp_path / file)
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            uploaded.update({path.name: path.read_bytes() for path in folder_path.iterdir()})
+            return f"commit of {repo_id}"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"])
+    model = model.replace(training=Training("| steps | 3 |", ("org/data",)))
+    assert push_to_hub(model, "me/tuned", token="secret", private=True) == "commit of me/tuned"
+    assert "adapter_model.safetensors" in uploaded
+    if there is None:
+        card = uploaded["README.md"].decode()
+        assert 'PeftModel.from_pretrained(model, "me/tuned")' in card and "--adapter me/tuned" in card
+        assert "fastjax chat" not in card and " me/tuned tuned-merged" in card
+        assert "datasets:\n- org/data\n" in card and card.endswith("## Training\n\n| steps | 3 |\n")
+    else:
+        assert "README.md" not in uploaded and "me/tuned has a README.md that is not" in capsys.readouterr().err
+    assert model.replace(trainable=model.trainable).training is None, "of other arrays no run is known"

@@ -35,8 +35,8 @@ class OutputSection:
     load_best_model_at_end: bool = False
     """keep the checkpoint with the lowest held-out loss too, and save that one as the result."""
     sample_answers: Annotated[int, Interval(ge=0, le=64)] = 0
-    """let the trained model answer so many held-out prompts at the end, greedily; the report shows them beside what the
-    data say."""
+    """let the model answer so many held-out prompts before and after training, greedily; the report shows both beside
+    what the data say."""
     profile_steps: Annotated[
         list[int], Predicate(_first_and_last), "a list of two steps from 1, the first and the last, or []"
     ] = dataclasses.field(default_factory=list)

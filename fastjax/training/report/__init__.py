@@ -17,9 +17,9 @@ from fastjax.training.report.facts import about, headline, list_evaluations, lis
 from fastjax.training.report.history import DEVIATIONS, LEAST_SPREAD, WINDOW, History, find_spikes
 from fastjax.training.report.panels import panels
 from fastjax.training.report.settings import default_settings, list_settings
-from fastjax.training.report.usage import usage
+from fastjax.training.report.usage import usage, usage_of_run
 
-__all__ = ["default_settings", "describe_environment", "describe_peaks", "usage", "write_report"]
+__all__ = ["default_settings", "describe_environment", "describe_peaks", "usage", "usage_of_run", "write_report"]
 
 
 def write_report(

@@ -93,13 +93,17 @@ def list_events(history: History) -> dict[str, Any]:
     return {"rows": shown, "hidden": len(rows) - len(shown)}
 
 
-def list_samples(history: History) -> list[Mapping[str, str]]:
-    """The last answers to held-out prompts: "prompt", "expected" and "answer".
+def list_samples(history: History) -> list[Mapping[str, str | None]]:
+    """Answers to held-out prompts: "prompt", "expected", "answer", and "before", the answer before training if known.
 
     Args:
         history: the run.
     """
-    return next((row["samples"] for row in reversed(history.events) if row.get("samples")), [])
+    told = [row for row in history.events if row.get("samples")]
+    if not told:
+        return []
+    before = {sample["prompt"]: sample["answer"] for row in told if row["step"] == 0 for sample in row["samples"]}
+    return [sample | {"before": before.get(sample["prompt"])} for sample in told[-1]["samples"] if told[-1]["step"]]
 
 
 def list_spikes(spikes: Sequence[Spike]) -> dict[str, Any]:

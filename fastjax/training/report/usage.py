@@ -38,16 +38,26 @@ class Usage(NamedTuple):
         return [text for text in self if text]
 
 
-def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> Usage:
+def usage(
+    model: ModelSection,
+    folder: Path | str,
+    base: Mapping[str, Any],
+    dtype: str,
+    *,
+    scores: bool = False,
+    called: str = "model",
+) -> Usage:
     """Commands and Python code that load the trained weights over their base.
 
     Args:
-        config: the settings of the run.
-        folder: the adapter, or the model after full fine-tuning.
+        model: how the base was loaded.
+        folder: the adapter, or the model after full fine-tuning; or its name on the hub.
         base: the base's config.json, with the run's scaling of the positions.
         dtype: of the run's computation.
+        scores: whether it is a reward model.
+        called: the name for Ollama.
     """
-    model, result, scores, merged = config.model, str(folder), config.preferences.scores, False
+    result, merged = str(folder), False
     auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if model.full_finetuning:
         options, lines, names = ["--model", result], [f"model = {_load(auto, _text(result))}"], set()
@@ -73,16 +83,28 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
         libraries.insert(0, "import torch")
     python = "\n".join([*libraries, "", *lines])
     if scores:
-        return Usage(_scoring(config, result), python, "")
+        return Usage(_scoring(model, result), python, "")
     generate = shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
     serve = shlex.join(["fastjax", "serve", *options])
     own = f"fastjax chat {shlex.quote(result)}\n{serve}\n{generate}"
-    return Usage(own, python, _servers(config, folder, base))
+    return Usage(own, python, _servers(model, Path(folder), base, called))
 
 
-def _servers(config: TrainConfig, folder: Path, base: Mapping[str, Any]) -> str:
+def usage_of_run(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> Usage:
+    """Commands and Python code for the result of a run.
+
+    Args:
+        config: its settings.
+        folder: of the result.
+        base: as of `usage`.
+        dtype: as of `usage`.
+    """
+    called = config.output.run_name or Path(config.output.output_dir).name
+    return usage(config.model, folder, base, dtype, scores=config.preferences.scores, called=called)
+
+
+def _servers(model: ModelSection, folder: Path, base: Mapping[str, Any], called: str) -> str:
     """Commands for other servers, which take an adapter merged into its base."""
-    model = config.model
     if model.rope_scaling is not None and not model.full_finetuning:
         return ""  # the merged folder does not have it
     whole = folder if model.full_finetuning else folder.with_name(f"{folder.name}-merged")
@@ -95,8 +117,7 @@ def _servers(config: TrainConfig, folder: Path, base: Mapping[str, Any]) -> str:
         return "\n".join(lines)
     gguf = str(whole.with_name(f"{whole.name}-q8_0.gguf"))
     modelfile = str(Path(gguf).with_suffix(".Modelfile"))
-    named = config.output.run_name or Path(config.output.output_dir).name
-    name = re.sub(r"[^a-z0-9._-]+", "-", named.lower()).strip("-._") or "model"
+    name = re.sub(r"[^a-z0-9._-]+", "-", called.lower()).strip("-._") or "model"
     lines += [
         shlex.join(["fastjax", "convert", "gguf", str(whole), gguf, "--type", "q8_0"]),
         f"llama-server -m {shlex.quote(gguf)} --jinja",
@@ -118,9 +139,8 @@ def _merge_command(model: ModelSection, config: Mapping[str, Any], result: str, 
     return command
 
 
-def _scoring(config: TrainConfig, result: str) -> str:
+def _scoring(model: ModelSection, result: str) -> str:
     """Python code that scores a conversation with a reward model."""
-    model = config.model
     given = {"load_in_4bit": model.in_nf4, "dtype": model.dtype, "rope_scaling": model.rope_scaling}
     options = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     return "\n".join(

@@ -9,7 +9,7 @@ import pytest
 
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
-from fastjax.training.report import usage
+from fastjax.training.report import usage_of_run
 from tests.support import chat, tiny
 from tests.support.folders import write_checkpoint
 
@@ -45,7 +45,7 @@ def test_the_printed_lines_load_what_was_trained(tmp_path, stored, changes):
     model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(section))
     model = FastLanguageModel.get_peft_model(model, r=4, init_lora_weights=False)
     folder = model.save_pretrained(tmp_path / "adapter")
-    command, python, _ = usage(
+    command, python, _ = usage_of_run(
         TrainConfig(section, DataSection("d"), OutputSection("o")), folder, model.hf_config, "float32"
     )
     assert (f"--rope_scaling '{json.dumps(SCALING)}'" in command) == ("rope_scaling" in changes)

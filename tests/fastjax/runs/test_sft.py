@@ -183,11 +183,10 @@ def test_a_gguf_file(loaded, tmp_path):
     file = loaded[0].save_pretrained_gguf(
         tmp_path / "gguf", loaded[1], quantization_method="q8_0", pre_tokenizer="llama-bpe"
     )
-    assert (
-        file.read_bytes()[:4] == b"GGUF"
-        and file.name == "gguf-q8_0.gguf"
-        and {*(tmp_path / "gguf").iterdir()} == {file, file.with_suffix(".Modelfile")}
-    )
+    card = tmp_path / "gguf" / "README.md"
+    assert file.read_bytes()[:4] == b"GGUF" and file.name == "gguf-q8_0.gguf"
+    assert {*(tmp_path / "gguf").iterdir()} == {file, file.with_suffix(".Modelfile"), card}
+    assert "\nllama-server -m gguf-q8_0.gguf --jinja\n" in card.read_text(encoding="utf-8")
     skipping = {"quantization_method": ["Q8_0"], "pre_tokenizer": "llama-bpe", "skip": ["down_proj"]}
     (other,) = loaded[0].save_pretrained_gguf(tmp_path / "other", loaded[1], **skipping)
     kept = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(other).tensors}

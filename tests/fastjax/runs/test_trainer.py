@@ -110,13 +110,18 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
     with pytest.raises(ConfigError, match="resume: the run in .* is finished"):
         trainer.train(resume=True)
     lines = (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()
-    (samples,) = [row["samples"] for row in map(json.loads, lines) if row.get("event") == "answered"]
+    before, samples = [row["samples"] for row in map(json.loads, lines) if row.get("event") == "answered"]
+    assert [sample["prompt"] for sample in before] == [sample["prompt"] for sample in samples] and before != samples
     asked = [[message["content"] for message in row["messages"]] for row in rows("test", 2)]
     said = answer(result.model, [question for question, *_ in asked], max_new_tokens=40)
     for sample, (question, right), text in zip(samples, asked, said, strict=True):
         assert question in sample["prompt"] and sample["expected"] == right
         assert sample["answer"].startswith(text) and text
+    card = (result.folder / "README.md").read_text(encoding="utf-8")
+    assert "| data, train | `train_dataset`; 40 examples" in card and "| best held-out loss |" in card
+    assert "\n  max_steps: 4\n" in card and 'PeftModel.from_pretrained(model, "adapter")' in card
     page = (tmp_path / "command" / "report.html").read_text(encoding="utf-8")
+    assert page.count("before training</div>") == page.count("after training</div>") == 2
     assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
 
 

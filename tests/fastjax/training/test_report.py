@@ -20,7 +20,7 @@ from fastjax.training.report import (
     describe_environment,
     describe_peaks,
     environment,
-    usage,
+    usage_of_run,
     write_report,
 )
 from fastjax.training.report.charts import MOST_POINTS, describe_chart, render_page, thinned
@@ -74,7 +74,7 @@ def report(folder, found: list[dict], status: str = "finished"):
         config=dataclasses.asdict(CONFIG),
         statistics={"train": "3 examples & more"},
         environment={"device": "NVIDIA H200"},
-        result=usage(CONFIG, folder / "adapter", {"dtype": "bfloat16"}, "bfloat16").blocks,
+        result=usage_of_run(CONFIG, folder / "adapter", {"dtype": "bfloat16"}, "bfloat16").blocks,
         status=status,
         console=Console(stderr=True),
     )
@@ -314,7 +314,7 @@ def test_settings():
 
 
 def test_usage(tmp_path):
-    ways = usage(CONFIG, tmp_path / "my adapter", {"dtype": "bfloat16", "model_type": "llama"}, "bfloat16")
+    ways = usage_of_run(CONFIG, tmp_path / "my adapter", {"dtype": "bfloat16", "model_type": "llama"}, "bfloat16")
     folder = f"'{tmp_path}/my adapter'"
     merged, file = f"'{tmp_path}/my adapter-merged'", f"{tmp_path}/my adapter-merged-q8_0"
     assert ways.own.splitlines() == [
@@ -331,13 +331,13 @@ def test_usage(tmp_path):
     ]
     compile(ways.python, "usage", "exec")
     section = ModelSection("base", full_finetuning=True, load_in_4bit=False, dtype="float16")
-    ways = usage(dataclasses.replace(CONFIG, model=section), tmp_path / "model", {}, "float16")
+    ways = usage_of_run(dataclasses.replace(CONFIG, model=section), tmp_path / "model", {}, "float16")
     assert ways.own.splitlines()[-1] == f"fastjax generate --model {tmp_path}/model --dtype float16 --prompt '…'"
     assert ways.servers == f"vllm serve {tmp_path}/model"  # no family that llama.cpp is known to have
     assert "peft" not in ways.python and "AutoTokenizer.from_pretrained" in ways.python
     scaled = ModelSection("base", rope_scaling={"rope_type": "yarn", "factor": 2.0})
     llama = tiny.config() | {"rope_scaling": scaled.rope_scaling, "dtype": "bfloat16"}
-    assert usage(dataclasses.replace(CONFIG, model=scaled), tmp_path / "a", llama, "bfloat16").servers == ""
+    assert usage_of_run(dataclasses.replace(CONFIG, model=scaled), tmp_path / "a", llama, "bfloat16").servers == ""
 
 
 INT4 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}}
@@ -356,7 +356,7 @@ INT4 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights":
 )  # fmt: skip
 def test_the_base_is_loaded_as_the_run_held_it(changes, base, dtype, expected):
     config = dataclasses.replace(CONFIG, model=ModelSection("base", **changes))
-    python = usage(config, Path("adapter"), base, dtype).python
+    python = usage_of_run(config, Path("adapter"), base, dtype).python
     (line,) = [line for line in python.splitlines() if line.startswith("model = AutoModel")]
     assert line.endswith(expected)
     assert ("BitsAndBytesConfig(" in python) == ("settings" in expected)
@@ -376,12 +376,12 @@ def test_an_adapter_on_a_mixture_in_4_bits_is_merged(quantization, dtype, expect
     """transformers leaves experts in 16 bits under BitsAndBytesConfig: PEFT's lines would load another model."""
     section = ModelSection("base", float32_modules=["layers.1.self_attn.q_proj", "norm"])
     base = MIXTURES["olmoe"] | ({} if quantization is None else {"quantization_config": quantization})
-    python = usage(dataclasses.replace(CONFIG, model=section), Path("adapter"), base, dtype).python
+    python = usage_of_run(dataclasses.replace(CONFIG, model=section), Path("adapter"), base, dtype).python
     assert f"# fastjax convert merge base adapter merged {expected}".rstrip() in python.splitlines()
     assert 'model = AutoModelForCausalLM.from_pretrained("merged")' in python
     assert "peft" not in python and "BitsAndBytes" not in python
     whole = dataclasses.replace(CONFIG, model=ModelSection("base", load_in_4bit=False))
-    plain = usage(whole, Path("a"), base, dtype).python
+    plain = usage_of_run(whole, Path("a"), base, dtype).python
     assert "PeftModel.from_pretrained" in plain and "merge" not in plain
 
 
