@@ -27,6 +27,15 @@ PICTURE = FOLDER / "steps.png"
 GIB = 2**30
 #: Whose steps the picture shows, and the tables of README.md and docs/memory.md.
 CARD = "NVIDIA H200"
+#: The run in which Unsloth was measured beside fastjax: its file and its day.
+RUN = ("2026-11-22-unsloth.json", "2026-11-22")
+_LINK = f"docs/measurements/{RUN[0]}"
+#: README's rows: in words, fastjax's policy and loop over the layers, and Unsloth's policy.
+BESIDE = (
+    ("as much as makes it fastest", "projections", "unroll", "none"),
+    ("the same, layers in a loop that compiles sooner", "projections", "scan", "none"),
+    ("the layers' inputs alone", "full", "scan", "unsloth"),
+)
 #: What a table cannot be without.
 REQUIRED = ("date", "command", "device", "preset", "batch", "seq", "checkpointing", "layer_loop")
 
@@ -176,26 +185,32 @@ def every_step(steps: Sequence[Step]) -> str:
     return _markdown(words, ("tokens/s", "GiB", "measured"), lines)
 
 
-def shortlist(steps: Sequence[Step]) -> str:
-    """README's table: of 8B on one H200 the fastest step and the smallest one, for each length of rows and dtype."""
-    wanted = [
-        step
-        for step in newest(step for step in steps if step.speed and step.peak)
-        if step.card == CARD and not step.peer
-        if step.case.preset == "llama3-8b" and step.case.method == "qlora"
-        if step.case.rank == 16 and not step.case.offload_embedding and step.case.lengths is None
-    ]
-    groups: dict[tuple[str, str], list[Step]] = {}
-    for step in wanted:
-        groups.setdefault((step.trained, step.case.rows), []).append(step)
+def beside(steps: Sequence[Step]) -> str:
+    """README's table: steps of 8B with Unsloth's of the same run beside them."""
+    speeds = {(step.peer, step.case.checkpointing, step.case.layer_loop): step for step in steps if _is_beside(step)}
     lines = []
-    for (_, rows), group in groups.items():
-        fastest = max(group, key=lambda step: step.speed or 0)
-        smallest = min(group, key=lambda step: (_gib(step.peak).rjust(9), -(step.speed or 0)))
-        for step in (fastest, smallest)[: 1 if fastest is smallest else 2]:
-            products = step.case.base_compute or "bfloat16"
-            lines.append((rows, products, step.kept, f"{step.speed:,.0f}", _gib(step.peak)))
-    return _markdown(("rows", "products of the base", "kept, layer loop"), ("tokens/s", "GiB"), lines)
+    for told, policy, loop, other in BESIDE:
+        ours = speeds["", policy, loop]
+        (theirs,) = [step for (peer, kept, _), step in speeds.items() if peer and kept == other]
+        pair = [f"{step.speed:,.0f} in {_gib(step.peak)} GiB" for step in (ours, theirs)]
+        lines.append((told, *pair, f"{(ours.speed or 0) / (theirs.speed or 1):.2f}"))
+    peer = next(step.peer for step in speeds.values() if step.peer)
+    table = _markdown(("kept for the backward pass",), ("fastjax, tokens/s", f"{peer}, tokens/s", "times"), lines)
+    now = [step for step in newest(steps) if step.card == CARD and step.case.rows == "4×2,048" and not step.peer]
+    now = [step for step in now if (step.case.preset, step.trained) == ("llama3-8b", "QLoRA, NF4, r=16") and step.peak]
+    fastest = max(now, key=lambda step: step.speed or 0)
+    smallest = min((step for step in now if not step.case.offload_embedding), key=lambda step: step.peak or 0)
+    later = " and ".join(
+        f"{step.speed:,.0f} in {_gib(step.peak)} GiB ({step.row['date']})" for step in (fastest, smallest)
+    )
+    return (
+        f"{table}\n\nOne {CARD}, {RUN[1]}, a step of each one after the other ([the rows]({_LINK})). "
+        f"Since then,\nfastjax alone: {later}, by `fastjax bench step`."
+    )
+
+
+def _is_beside(step: Step) -> bool:
+    return (step.file, step.row["date"], step.case.rows, step.case.preset) == (*RUN, "4×2,048", "llama3-8b")
 
 
 def plans(steps: Sequence[Step]) -> str:
@@ -213,7 +228,7 @@ def plans(steps: Sequence[Step]) -> str:
 
 #: Page → the table between its markers.
 PAGES: dict[str, Callable[[Sequence[Step]], str]] = {
-    "README.md": shortlist,
+    "README.md": beside,
     "docs/performance.md": every_step,
     "docs/memory.md": plans,
 }

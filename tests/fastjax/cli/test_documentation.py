@@ -16,16 +16,18 @@ import yaml
 import fastjax
 from fastjax import FastLanguageModel
 from fastjax.cli import COMMANDS
-from fastjax.commands import chat, convert
+from fastjax.commands import chat
 from fastjax.commands.quickstart import quickstart_config
 from fastjax.commands.reference import list_sections
 from fastjax.commands.settings import parse_train_config
-from fastjax.training.report import usage
+from fastjax.training.report import usage_of_run
 from tests.support.shown_code import Reader
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+PYTHON, START, COMMAND_LINE = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("python", "index", "commands")
+)
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -51,37 +53,42 @@ def test_the_quickstart_is_its_example(monkeypatch):
     assert example.output == built_in.output
 
 
-def test_readme_shows_the_settings_for_a_model_of_ones_own():
-    (shown,) = blocks("yaml")
+def test_the_first_screen_is_short():
+    assert len(README.splitlines()) <= 130
+
+
+def test_the_start_page_shows_the_settings_for_a_model_of_ones_own():
+    (shown,) = blocks("yaml", START)
     file = (ROOT / "examples/my_model.yaml").read_text(encoding="utf-8")
     assert shown == "".join(line for line in file.splitlines(keepends=True) if not line.startswith("#"))
 
 
-def test_readme_shows_the_lines_of_the_report():
-    (shown,) = [block for block in blocks("python") if "from peft" in block]
+def test_the_manual_shows_the_lines_of_the_report():
+    (shown,) = [block for block in blocks("python", PYTHON) if "from peft" in block]
     config = parse_train_config(["--config", str(ROOT / "examples/my_model.yaml")])
     folder = Path(config.output.output_dir) / "adapter"
-    assert usage(config, folder, {"dtype": "bfloat16"}, "bfloat16")[1] + "\n" == shown
+    assert usage_of_run(config, folder, {"dtype": "bfloat16"}, "bfloat16").python + "\n" == shown
 
 
-def test_commands_that_readme_shows_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", [README, START], ids=["README", "index"])
+def test_commands_that_are_shown_first_are_read(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text((ROOT / "examples/my_model.yaml").read_text())
-    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    lines = [shlex.split(line, comments=True) for block in blocks("bash", text) for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["fastjax"]]
-    assert [name for name, *_ in commands] == ["preview", "train", "train", "chat", "convert", "convert"]
+    assert {"preview", "train", "chat"} <= {name for name, *_ in commands}
     for name, *words in commands:
-        if name in ("train", "preview"):
-            words = ["--config", *words] if name == "preview" else words
+        if name in ("train", "preview", "plan"):
+            words = words if name == "train" else ["--config", words[0]]
             config = parse_train_config(words)
             assert config.model.max_seq_length == 2048 and config.optimizer.learning_rate == 2e-4
         else:
-            {"chat": chat, "convert": convert}[name]._parser().parse_args(words)
+            assert name == "chat" and chat._parser().parse_args(words)
 
 
-def test_readme_names_every_recipe():
+def test_the_start_page_names_every_recipe():
     for file in (ROOT / "examples").glob("*.yaml"):
-        assert f"(examples/{file.name})" in README
+        assert f"(../examples/{file.name})" in START
 
 
 @pytest.mark.parametrize(
@@ -111,13 +118,6 @@ def test_recipes_are_changes_of_the_settings_for_a_model_of_ones_own(tmp_path):
         for section, keys in changes.items():
             for key, value in keys.items():
                 assert key == "train" or config[section][key] == value, f"{section}.{key}"
-
-
-def test_the_start_page_shows_lines_of_readme():
-    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    lines = {line for kind in ("text", "bash") for block in blocks(kind, text) for line in block.splitlines()}
-    assert len(lines) > 6
-    assert lines <= {line.partition("  #")[0].rstrip() for line in README.splitlines()}
 
 
 def named(name: str) -> object:
@@ -169,10 +169,10 @@ def test_help_fits_and_says_what_is_taken(columns, monkeypatch, capsys):
     assert not re.search(r"\(type|Union|Optional|Literal|==SUPPRESS==", shown)
 
 
-def test_readme_names_every_command():
+def test_the_manual_names_every_command():
     for command in COMMANDS:
-        assert f"`fastjax {command}" in README
-    for line in README.splitlines():
+        assert f"`fastjax {command}" in COMMAND_LINE
+    for line in (README + COMMAND_LINE).splitlines():
         for command in re.findall(r"`fastjax (?!--)([\w-]+)", line):
             assert command in COMMANDS
 
@@ -188,40 +188,42 @@ def test_shown_python_has_names_and_arguments_that_are_there(file):
     assert reader.calls > len(shown)
 
 
-def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
-    """The blocks run one after the other, on a small model and two steps."""
-    monkeypatch.chdir(tmp_path)
-    code = "\n".join(block for block in blocks("python") if "from peft" not in block)
-    for written, used in [
-        ("path/to/model", str(chat_folder)),
-        ("chat.jsonl", str(chats)),
-        ("2048", "64"),
-        ("from_step(0, 100)", "from_step(0, 2)"),
-    ]:
+def run_shown(code: str, changes: dict[str, object]) -> dict:
+    """The names that a page's code has made, with what it is given changed to what is at hand."""
+    for written, used in changes.items():
         assert written in code
-        code = code.replace(written, used)
+        code = code.replace(written, str(used))
     names: dict = {}
     exec(code, names)
-    assert int(names["state"].step) == 2
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    return names
+
+
+def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
+    """The five lines on a small model, and one update: the adapter and its card are where the text says."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    few = "TrainerSettings('runs/python', __import__('fastjax').TrainingSection(max_steps=1))"
+    changes = {"path/to/model": chat_folder, "chat.jsonl": chats, "2048": 64, 'TrainerSettings("runs/python")': few}
+    run_shown(code, changes | {"max_new_tokens=64": "max_new_tokens=4"})
+    found = {path.name for path in (tmp_path / "runs" / "python" / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "README.md"} <= found
+    assert (tmp_path / "runs" / "python" / "report.html").exists()
 
 
 @pytest.mark.exhaustive(by="test_shown_python_has_names_and_arguments_that_are_there, test_readme_python")
 def test_the_page_of_python(tmp_path, monkeypatch):
     """The other blocks of docs/python.md, one after the other, on the embedded model."""
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(block for block in blocks("python", PYTHON) if "fine_tune" not in block)
+    shown = [block for block in blocks("python", PYTHON) if "fine_tune" not in block and "from peft" not in block]
     assets = ROOT / "fastjax" / "assets"
-    for written, used in [
-        ("path/to/model", assets / "tiny-llama"),
-        ("chat.jsonl", assets / "tiny-chat" / "test.jsonl"),
-        ("2048", 128),
-        ('type="q8_0"', 'type="q8_0", pre_tokenizer="gpt-2"'),  # the tiny tokenizer's own has no name in llama.cpp
-    ]:
-        assert written in code
-        code = code.replace(written, str(used))
-    names: dict = {}
-    exec(code, names)
+    changes = {
+        "path/to/model": assets / "tiny-llama",
+        "chat.jsonl": assets / "tiny-chat" / "test.jsonl",
+        "2048": 128,
+        "from_step(0, 100)": "from_step(0, 2)",
+        'type="q8_0"': 'type="q8_0", pre_tokenizer="gpt-2"',  # the tiny tokenizer's own has no name in llama.cpp
+    }
+    names = run_shown("\n".join(shown), changes)
     learnt = jax.tree.leaves(names["trained"].trainable)
     loaded = jax.tree.leaves(FastLanguageModel.load_adapter(names["base"], "trained").trainable)
     assert all(np.array_equal(one, other) for one, other in zip(learnt, loaded, strict=True))
@@ -259,11 +261,7 @@ def test_preferences(chat_folder, tmp_path, monkeypatch):
     """The blocks of docs/preferences.md, on a small model: the loss falls, the margin grows."""
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks("python", (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")))
-    for written, used in [("path/to/model", str(chat_folder)), ("2048", "128"), ("512", "128"), ("1e-3", "3e-3")]:
-        assert written in code
-        code = code.replace(written, used)
-    names: dict = {}
-    exec(code, names)
+    names = run_shown(code, {"path/to/model": chat_folder, "2048": 128, "512": 128, "1e-3": "3e-3"})
     assert names["rewards"].shape == (2,) and names["rewards"][0] != names["rewards"][1]
     losses, margins = zip(*names["history"], strict=True)
     np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-6)  # B is zero: policy and reference are equal
