@@ -61,7 +61,8 @@ def _use(model: LanguageModel, name: str, base: str) -> list[tuple[str, str]]:
     """The code of a card."""
     fields = dataclasses.fields(model.options)
     options: dict[str, Any] = {field.name: getattr(model.options, field.name) for field in fields}
-    section = ModelSection(model_name=base, **(options | {"dtype": None}))
+    options["dtype"] = None  # each machine's own
+    section = ModelSection(model_name=base, **options)
     ways = usage(
         section, name, model.hf_config, str(model.dtype), scores=model.config.scored, called=name.rpartition("/")[2]
     )

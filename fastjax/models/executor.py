@@ -42,7 +42,7 @@ class Executor:
             context: of all layers.
         """
         total: Sums = {}
-        for first, _, layers, _ in _periods(model):
+        for first, _, layers, _ in periods(model):
             x, sums = apply_layers(layers, x, context, first)
             total = added(total, sums)
         return x, total
@@ -59,7 +59,7 @@ class Executor:
             states: as `caching.empty_states` makes them.
         """
         states = list(states)
-        for first, number, layers, repeat in _periods(model):
+        for first, number, layers, repeat in periods(model):
             x, states[number], _ = step_layers(layers, x, of_layer(context, repeat), first, states[number])
         return x, states
 
@@ -75,8 +75,12 @@ def of_layer(context: Context, layer: Int[Array, ""]) -> Context:
     return context._replace(slots=context.slots._replace(layer=layer))
 
 
-def _periods(model: Any) -> Any:
-    """(number of the first layer, number of the stack, layers, number in the stack) of every period of every stack."""
+def periods(model: Any) -> Any:
+    """Every period of every stack: number of its first layer, number of the stack, its layers, its number in the stack.
+
+    Args:
+        model: the decoder.
+    """
     for number, (stack, layers) in enumerate(zip(model.plan, model.layers, strict=True)):
         graphdef, variables = nnx.split(layers)
         whole = nnx.to_pure_dict(variables)
