@@ -1,11 +1,12 @@
-"""Limits of HTTP connections that uvicorn has none for: the time of headers, and of what follows a response.
+"""Limits of HTTP connections that uvicorn has none for: the time of headers, of a response's reading, of what follows it.
 
-A client that sends a header line every minute holds a connection for ever (Slowloris), and one that goes on with a body
-after its refusal as well. Too long headers are 431, as RFC 6585 says.
+A client that sends a header line every minute holds a connection for ever (Slowloris), and so does one that goes on
+with a body after its refusal, or does not read the end of its answer. Too long headers are 431, as RFC 6585 says.
 """
 
 import asyncio
 import json
+import socket
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ from fastjax.serving.errors import ApiError
 
 #: Seconds for the rest of a body whose request was answered.
 _REST = 5.0
+#: Bytes of an answer's end that a reader takes in `write_seconds`, or all of it.
+_READ = 2**16
 
 
 class Connection(H11Protocol):
@@ -23,11 +26,24 @@ class Connection(H11Protocol):
 
     #: Seconds from a connection's beginning, or from a request's first byte, to the end of its headers.
     header_seconds = 10.0
+    #: Seconds in which a reader must take `_READ` bytes of a response whose end was written.
+    write_seconds = 30.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is answered, or some of an answer is not taken yet."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return answering or self.transport.get_write_buffer_size() > 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, with the time for headers running."""
+        """Begin, with the time for headers running.
+
+        The kernel's buffer is small, since what it holds counts as taken, and it asks for more in thirds of it.
+        """
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _READ)
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
+        self._unread, self._reading = 0, False  # bytes of responses that were not taken, and whether they are watched
         self._late: asyncio.TimerHandle | None = self.loop.call_later(self.header_seconds, self._headers_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -44,7 +60,11 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(self.header_seconds, self._headers_late)
 
     def on_response_complete(self) -> None:
-        """After a response, give what is left of its request's body a little time."""
+        """After a response, give what is left of its request's body a little time, and its reader some."""
+        self._unread = self.transport.get_write_buffer_size()
+        if self._unread and not self._reading:
+            self._reading = True
+            self.loop.call_later(self.write_seconds, self._reader_late)
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.loop.call_later(_REST, self._rest_late, self.cycle)
@@ -63,6 +83,15 @@ class Connection(H11Protocol):
 
     def _rest_late(self, cycle: Any) -> None:
         if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
+
+    def _reader_late(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._reading = bool(left) and left <= self._unread - _READ
+        self._unread = left
+        if self._reading:
+            self.loop.call_later(self.write_seconds, self._reader_late)
+        elif left:
             self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:

@@ -68,7 +68,7 @@ class Endpoints:
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize: the tokens that the same prompt or conversation has as a request."""
         found = fields.read(await self._read(fields.parse, await http.body()), fields.TOKENIZE)
-        model, _ = self._reader.asked({"model": self._models.base} | found)
+        model, _ = self._reader.asked(found)
         if ("prompt" in found) == ("messages" in found):
             raise ApiError(400, "prompt: expected either prompt or messages, got both or none", param="prompt")
         if "messages" in found:

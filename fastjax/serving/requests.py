@@ -128,7 +128,7 @@ class Reader:
         return self._request(found, model, wanted, log_probs=told is not None, echo=echo)
 
     def asked(self, found: Mapping[str, Any]) -> tuple[ServedModel, str | None]:
-        """The model that is asked for, and its adapter; None: the model itself.
+        """The model that is asked for, and its adapter; None: the model itself, also where none is named.
 
         Args:
             found: the request's fields.
@@ -136,9 +136,8 @@ class Reader:
         Raises:
             ApiError: no such model, 404.
         """
-        if "model" not in found:
-            raise ApiError(400, f"model: expected one of {', '.join(self._models.names)}, got none", param="model")
-        return self._models[found["model"]], self._models.adapter(found["model"])
+        name = found.get("model", self._models.base)
+        return self._models[name], self._models.adapter(name)
 
     def conversation(self, found: Mapping[str, Any], model: ServedModel) -> list[int]:
         """The tokens of a conversation.
@@ -235,7 +234,7 @@ class Reader:
                 message = f"stream_options: expected include_usage, true or false, got {shown(options, 60)}"
                 raise ApiError(400, message, param="stream_options")
         return Request(
-            found["model"],
+            found.get("model", self._models.base),
             model,
             wanted,
             stream=found.get("stream", False),
@@ -301,7 +300,8 @@ def _tools(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         ):
             raise ConfigError(f"tools[{place}]: expected a function with a name, got {shown(tool, 60)}")
     if choice not in ("auto", "none"):
-        raise ConfigError(f"tool_choice: expected auto or none, got {shown(choice, 60)}; no call can be forced")
+        problem = f"expected auto or none, got {shown(choice, 60)}: a call cannot be forced"
+        raise ConfigError(f"tool_choice: {problem}; leave it out, and ask for the call in a message")
     if choice == "auto" and "tool_choice" in found and not tools:
         raise ConfigError("tool_choice: expected tools beside it, got none")
     return tools if tools and choice == "auto" else None

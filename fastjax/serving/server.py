@@ -1,6 +1,7 @@
 """The listener: uvicorn with our limits, which drains at the first signal and ends at the second."""
 
 import logging
+import socket
 import time
 from types import FrameType
 
@@ -24,7 +25,8 @@ class Server(uvicorn.Server):
             worker: that answers; the server ends it.
             settings: where to listen, and limits.
         """
-        connection = type("Connection", (Connection,), {"header_seconds": settings.header_seconds})
+        limits = {"header_seconds": settings.header_seconds, "write_seconds": settings.write_seconds}
+        connection = type("Connection", (Connection,), limits)
         self._app = create_app(worker, settings)
         super().__init__(
             uvicorn.Config(
@@ -53,6 +55,21 @@ class Server(uvicorn.Server):
         """The port that it listens on, once it has started."""
         return self.servers[0].sockets[0].getsockname()[1]
 
+    @property
+    def _busy(self) -> bool:
+        """Whether answers are generated, or sent."""
+        return self._worker.open > 0 or any(one.busy for one in self._connections)
+
+    @property
+    def _connections(self) -> list[Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, and cut the connections whose clients do not."""
+        await super().shutdown(sockets)
+        for connection in self._connections:
+            connection.transport.abort()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain; at the second signal end at once."""
         if self._deadline is None:
@@ -67,7 +84,7 @@ class Server(uvicorn.Server):
         """Whether to end: drained, past the time for it, or the engine has failed."""
         if self._worker.failed:
             self.should_exit = True
-        if self._deadline is not None and (not self._worker.open or time.monotonic() > self._deadline):
+        if self._deadline is not None and (not self._busy or time.monotonic() > self._deadline):
             self.should_exit = True
         if self.should_exit:
             self._worker.close(0.0)  # answers that are left end with an error event

@@ -1,8 +1,10 @@
 """Adapters of a running server: by names in the named folders, with the key alone."""
 
 import os
+import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fastjax.errors import ConfigError
 from tests.support import serving
@@ -106,6 +108,29 @@ def test_while_the_server_ends(place):
         assert server.worker.close()
         assert server.post(LOAD, {"lora_name": "new", "lora_path": "sums"}).status_code == 503
         assert server.post(UNLOAD, {"lora_name": "sums"}).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda name, array: (name.replace("model.layers", "elsewhere"), array), "elsewhere"),
+        (lambda name, array: (name, array[:, :-1].copy()), "self_attn"),
+    ],
+    ids=["names", "shapes"],
+)
+def test_arrays_that_are_not_of_the_model(server, place, change, told):
+    folder = place / "served" / "wrong"
+    shutil.copytree(place / "served" / "sums", folder, dirs_exist_ok=True)
+    file = folder / "adapter_model.safetensors"
+    save_file(dict(change(*one) for one in load_file(file).items()), file)
+    try:
+        response = server.post(LOAD, {"lora_name": "wrong", "lora_path": "wrong"})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "lora_path" and told in error["message"]
+        assert str(place) not in error["message"]
+        assert server.refused(CHAT, chat_body(model="wrong"), 404)["code"] == "model_not_found"
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", "", "<script>", "é", "x" * 129])

@@ -137,7 +137,6 @@ def test_refusals_that_nobody_reads():
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" * 1000)
         except (TimeoutError, ConnectionResetError, BrokenPipeError):
             pass
-        serving.until(lambda: server.worker.metrics.responses["/health", 0] == 1)
         serving.until(lambda: not server.server.server_state.connections)
 
 

@@ -38,7 +38,9 @@ BAD_CHATS = [
     ({"best_of": 3}, "best_of: is not served; expected 1, got 3"),
     ({"stream_options": 5}, "stream_options: expected an object, got 5"),
     ({"tools": [{"type": "x"}]}, "tools[0]: expected a function with a name, got {'type': 'x'}"),
-    ({"tool_choice": "required", "tools": []}, None),
+    ({"tool_choice": "required"}, "tool_choice: expected auto or none, got 'required': a call cannot be forced; leave "
+     "it out, and ask for the call in a message"),
+    ({"tool_choice": "auto"}, "tool_choice: expected tools beside it, got none"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Streams that are cut, slow, too many, or under way when the server ends."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -15,10 +16,14 @@ from tests.support.serving import CHAT, COMPLETIONS, ROWS, Scripted, chat_body, 
 def opened(server, body, path=CHAT):
     """A connection that has sent a request."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    send(connection, body, path)
+    return connection
+
+
+def send(connection, body, path):
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -45,6 +50,13 @@ def test_a_cancel_that_comes_too_late():
             tickets[0].cancel()
         server.ok(CHAT, chat_body())
         assert server.worker.metrics.finished == {"stop": 2} and server.worker.open == 0
+
+
+def test_a_stop_string_counts_as_a_stop():
+    with serving.served(Scripted("one two three " * 99, steps=1)) as server:
+        server.ok(CHAT, chat_body(stop="two", max_tokens=900, n=2))
+        until(lambda: server.worker.open == 0)
+        assert server.worker.metrics.finished == {"stop": 2}
 
 
 def test_a_full_queue():
@@ -89,9 +101,7 @@ def test_a_reader_of_a_byte_a_second_among_fast_ones():
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.connect(("127.0.0.1", server.port))
-        body = json.dumps(text_body(["a"] * 8, n=16, max_tokens=1000, logprobs=5, stream=True)).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        send(connection, text_body(["a"] * 8, n=16, max_tokens=1000, logprobs=5, stream=True), COMPLETIONS)
         until(lambda: server.worker.open == 128)
         began = time.monotonic()
         for _ in range(5):
@@ -101,6 +111,36 @@ def test_a_reader_of_a_byte_a_second_among_fast_ones():
         until(lambda: server.worker.metrics.responses["/v1/completions", 0] == 1)
         connection.close()
         until(lambda: not server.worker.open)
+
+
+def large(server, buffer=1024):
+    """A connection with a small buffer that has asked for a whole answer of 11 MB."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", server.port))
+    send(connection, text_body([77] * 30_000, n=128, return_token_ids=True), COMPLETIONS)
+    return connection
+
+
+def test_a_whole_answer_that_nobody_reads():
+    """Its connection is cut while the server ends, which waits for one that reads on."""
+    engine = Scripted("so")
+    engine.max_length = 10**6
+    with serving.served(engine, queue=300, write_seconds=1.0) as server, contextlib.ExitStack() as opened_ones:
+        done = server.worker.metrics.responses
+        opened_ones.enter_context(large(server))
+        reader = opened_ones.enter_context(large(server, 2**18))
+        parts = [reader.recv(2**16)]
+        until(lambda: done["/v1/completions", 200] == 2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        while parts[-1]:
+            parts.append(reader.recv(2**18))
+            time.sleep(0.005)
+        body = b"".join(parts).partition(b"\r\n\r\n")[2]
+        assert len(json.loads(body)["choices"]) == 128 and len(body) > 10**7
+        until(lambda: server.ended, seconds=10)
+        assert server.ended == [True]
 
 
 def test_the_time_of_a_request():
