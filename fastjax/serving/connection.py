@@ -1,4 +1,4 @@
-"""Limits of HTTP connections that uvicorn has none for: the time of headers, of a response's reading, of what follows it.
+"""Limits of HTTP connections that uvicorn has none for: the time of headers, and of what follows a response.
 
 A client that sends a header line every minute holds a connection for ever (Slowloris), and so does one that goes on
 with a body after its refusal, or does not read the end of its answer. Too long headers are 431, as RFC 6585 says.
