@@ -28,7 +28,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
         folder: A local folder in Hugging Face format.
 
     Returns:
-        The tokenizer, with the chat template of the folder if it has one. `backend_tokenizer` is the Rust object.
+        The tokenizer, with the chat template of the folder if it has one, whose batches need no PyTorch
+        (`token_batches`). `backend_tokenizer` is the Rust object.
 
     Raises:
         ConfigError: A missing folder, or a missing or broken tokenizer.
@@ -135,7 +136,7 @@ def _import_tokenizer_class() -> "type[PreTrainedTokenizerFast]":
     logger = logging.getLogger("transformers")
     logger.addFilter(keep)
     try:
-        from transformers import PreTrainedTokenizerFast
+        from fastjax.data.token_batches import PreTrainedTokenizerFast
     finally:
         logger.removeFilter(keep)
     return PreTrainedTokenizerFast

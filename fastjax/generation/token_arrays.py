@@ -102,7 +102,7 @@ def like(given: Any, ids: Int[np.ndarray, "..."]) -> Any:
         return given.new_tensor(ids)
     if isinstance(given, jax.Array):
         return jnp.asarray(ids, given.dtype)
-    return ids.astype(given.dtype) if isinstance(given, np.ndarray) else ids
+    return ids.astype(given.dtype).view(type(given)) if isinstance(given, np.ndarray) else ids
 
 
 def on_host(ids: Any) -> Any:
