@@ -4,7 +4,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from convert.errors import ConvertError, listed, shown
 from fastjax import strict_yaml
@@ -18,8 +18,10 @@ from fastjax.strict_yaml import YamlError
 #: Options of answers that `/set` changes.
 SETTINGS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_strings"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_strings"),
 )
+#: Options → what `/set` without a value sets them to, where that is not null.
+_NONE: dict[str, Any] = {"stop_strings": (), "logit_bias": {}}
 _SEEDS = 2**31
 
 
@@ -100,6 +102,10 @@ class Chat:
             except (ConfigError, ConvertError, DataError, OSError) as error:
                 self._screen.error(str(error))
                 right = False
+            except KeyboardInterrupt:  # of a command at work, such as the loading of an adapter
+                if not self._screen.asks:
+                    raise
+                self._screen.note("stopped")
             if self._over:
                 break
         return right
@@ -195,11 +201,11 @@ class Chat:
         if name not in SETTINGS:
             raise ConfigError(f"/set: expected one of {listed(SETTINGS)}, got {shown(name)}")
         try:
-            parsed = strict_yaml.parse(value) if value.strip() else None
+            parsed = strict_yaml.parse(value) if value.strip() else _NONE.get(name)
         except YamlError as error:
             raise ConfigError(f"/set {name}: expected a value, got {shown(value)}: {error.problem}") from error
         if name == "stop_strings":
-            parsed = () if parsed is None else tuple(parsed) if isinstance(parsed, list) else (parsed,)
+            parsed = tuple(parsed) if isinstance(parsed, list | tuple) else (parsed,)
         self._options = dataclasses.replace(self._options, **{name: parsed})
         self._seeded = self._seeded or name == "seed"
 

@@ -3,8 +3,11 @@
 What a model says is shown as text: its control characters, by which it could steer the terminal, are made visible.
 """
 
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
@@ -52,32 +55,31 @@ class Screen:
         self._notes.print(Text(visible(text), style="red"))
 
     def answer(self, asked: Asked) -> None:
-        """Show an answer as it comes; Ctrl-C ends it."""
+        """Show an answer as it comes; Ctrl-C of a person ends it."""
         kind, blank = "content", True
-        try:
-            while not asked.done:
+        with self._interruptible() as stopped:
+            while not asked.done and not stopped():
                 for delta in asked.step():
                     if delta.kind != kind and not blank:
                         self._say("\n\n", kind)
                     kind, blank = delta.kind, False
                     self._say(delta.text, kind)
-        except KeyboardInterrupt:
-            asked.cancel()
+            if not asked.done:
+                asked.cancel()
         self._say("\n", "content")
         self.note(asked.status())
 
     def compare(self, several: Sequence[Asked]) -> None:
         """Show answers side by side; in a pipe one after another."""
         terminal = self._output.is_terminal
-        try:
+        with self._interruptible() as stopped:
             if terminal:
-                self._grow_side_by_side(several)
+                self._grow_side_by_side(several, stopped)
             for asked in several:
-                while not asked.done:
+                while not asked.done and not stopped():
                     asked.step()
-        except KeyboardInterrupt:
-            for asked in several:
-                asked.cancel()
+                if not asked.done:
+                    asked.cancel()
         if terminal:
             self._output.print(self._table(several, None))
         for asked in several if not terminal else ():
@@ -85,10 +87,31 @@ class Screen:
         for asked in several:
             self.note(asked.status())
 
-    def _grow_side_by_side(self, several: Sequence[Asked]) -> None:
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[Callable[[], bool]]:
+        """Whether a person has pressed Ctrl-C within it; the second time leaves.
+
+        An exception at any place could leave an engine's step half done, and its state lost.
+        """
+        pressed = 0
+
+        def press(number: int, frame: FrameType | None) -> None:
+            nonlocal pressed
+            pressed += 1
+            if pressed > 1:
+                sys.exit(130)
+
+        before = signal.signal(signal.SIGINT, press) if self.asks else None
+        try:
+            yield lambda: pressed > 0
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
+
+    def _grow_side_by_side(self, several: Sequence[Asked], stopped: Callable[[], bool]) -> None:
         height = max(4, self._output.height - 4)
         with Live(console=self._output, transient=True, refresh_per_second=8) as live:
-            while not all(asked.done for asked in several):
+            while not all(asked.done for asked in several) and not stopped():
                 for asked in several:
                     if not asked.done:
                         asked.step()
