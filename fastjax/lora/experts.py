@@ -22,6 +22,7 @@ from fastjax.parallel import BATCH, local
 from fastjax.parallel.expert_dispatch import plan_dispatch
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
+from pallas_kernels import few_experts
 from pallas_kernels.glu import clamped_swiglu, glu
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.moe_routing import Order, combine, sort_by_expert
@@ -140,6 +141,8 @@ def _backward(block: Block, residuals, dout):
 
 
 def _few(block: Block, x, weights, experts, arrays: Operands):
+    if why_not_where_they_lie(block, x, arrays) is None:
+        return _where_they_lie(block, x, weights, experts, arrays)
     pairs, mesh = experts.size, jax.sharding.get_abstract_mesh()
     if 2 * pairs > block.num_experts or (not mesh.empty and mesh.size > 1):
         return None
@@ -147,6 +150,40 @@ def _few(block: Block, x, weights, experts, arrays: Operands):
     own = jax.tree.map(lambda leaf: leaf[experts.reshape(-1)], arrays)
     numbers = jnp.arange(pairs, dtype=experts.dtype).reshape(experts.shape)
     return _products(block._replace(num_experts=pairs), x, weights, numbers, own)[0]
+
+
+def why_not_where_they_lie(block: Block, x: Float[Array, "N E"], arrays: Operands) -> str | None:
+    """Why the kernels for a few tokens (`few_experts`) do not serve a call, as a clause; None: they do.
+
+    Args:
+        block: the experts' description.
+        x: tokens.
+        arrays: weights and adapters.
+    """
+    rank, weights = max(block.gate_up.rank, block.down.rank), (arrays.gate_up, arrays.down)
+    if reason := few_experts.why_not(len(x), x.dtype, rank, x.shape[1], block.gate_up.rows // 2, block.down.rows):
+        return reason
+    return next(filter(None, (as_weight(weight).why_not_items(x.dtype) for weight in weights)), None)
+
+
+def _where_they_lie(block: Block, x, weights, experts, arrays: Operands) -> Array:
+    """The result by kernels that read the chosen experts among all: no sort, no gather, no padding."""
+    inner, outer = (_adapter(part, arrays) for part in (block.gate_up, block.down))
+    pairs, items, products = experts.size, few_experts.items_of(experts, block.num_experts), None
+    if inner is not None:
+        products = few_experts.rank_products(x, inner, items, pairs)
+    base = as_weight(arrays.gate_up).matmul_items(x, items, pairs)
+    options = {"activation": block.activation, "clamp": block.clamp}
+    h, products = few_experts.gate(base, products, inner, arrays.gate_up_bias, outer, items, **options)
+    y = as_weight(arrays.down).matmul_items(h, items, pairs)
+    return few_experts.combine(y, products, outer, arrays.down_bias, weights, experts)
+
+
+def _adapter(part: PartSpec, arrays: Operands) -> few_experts.Adapter | None:
+    if not part.rank:
+        return None
+    lora_A, lora_B, *_ = arrays.matrices[part.name]
+    return few_experts.Adapter(lora_A, lora_B, part.scaling)
 
 
 _unit = unit(_forward, _backward, few=_few)

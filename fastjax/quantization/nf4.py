@@ -20,6 +20,7 @@ from fastjax.host_memory import in_host_memory
 from fastjax.parallel import ROWS, local
 from fastjax.quantization.weight import Float8Operand, Weight
 from pallas_kernels import nf4
+from pallas_kernels.few_experts import Items
 from pallas_kernels.grouped_matmul import grouped_nf4_matmul
 
 BLOCK = 64
@@ -141,6 +142,14 @@ class NF4Weight(Weight):
         codes = self.codes.reshape(*scales.shape[:-1], -1)
         options |= {"shape": self.shape, "weight_dtype": self.dtype, "gradient": gradient}
         return grouped_nf4_matmul(x, codes, scales, group_sizes, **options)
+
+    def why_not_items(self, dtype: jax.typing.DTypeLike) -> str | None:
+        """Why no kernel takes the experts where they lie; None: one does."""
+        return nf4.why_not_items(dtype, self.shape, self.order, self.quant_map is None)
+
+    def matmul_items(self, x: Float[Array, "N in"], items: Items, rows: int) -> Float[Array, "P out"]:
+        """The products with a few tokens' experts, whose codes are read where they lie."""
+        return nf4.matmul_items(x, self.codes, jax.vmap(NF4Weight.scales)(self), *items, rows=rows)
 
     def rows(self, rows: slice) -> "NF4Weight":
         """Some of the output rows, with scales that are not nested; the codes are in split order."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import float8
+from pallas_kernels.few_experts import Items
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dx
 
 #: Logical axes of a weight's arrays: the weight itself with a PartitionSpec of logical names for each leaf.
@@ -70,6 +71,20 @@ class Weight(abc.ABC):
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
         """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several."""
         return self.matmul(x[None])
+
+    def why_not_items(self, dtype: jax.typing.DTypeLike) -> str | None:
+        """Why `matmul_items` does not serve an x of this dtype on the target, as a clause; None: it does."""
+        return f"no kernel reads experts in {', '.join(self.formats)} where they lie"
+
+    def matmul_items(self, x: Float[Array, "N in"], items: Items, rows: int) -> Float[Array, "P out"]:
+        """Products with the matrices of a few tokens' experts, in the dtype of x, of arrays that lead with experts.
+
+        Args:
+            x: row p of the result is of its row p // (rows // N).
+            items: experts, each with rows of the result.
+            rows: of the result.
+        """
+        raise NotImplementedError(self.why_not_items(x.dtype))
 
     def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
         """`transposed`, whose reader applies the scales too."""

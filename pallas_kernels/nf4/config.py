@@ -100,7 +100,7 @@ MATVEC_ROWS = 32
 """Most rows of x for `matvec`."""
 MATVEC_GRAIN = 256
 """`in` is a multiple of it for `matvec`: a row of scales is then a multiple of 16 bytes, as cp.async requires."""
-_LEAST_OUT = 128
+LEAST_OUT = 128
 """Fewest rows of W for `matvec`: a tile's."""
 RS_GRAIN = 256
 """`in` is a multiple of it for `matmul_rs`: a row of scales is then a multiple of 16 bytes, as TMA requires."""
@@ -125,7 +125,7 @@ def product_config(
         cores: multiprocessors.
     """
     summed, written = shape if gradient else shape[::-1]
-    if not gradient and rows <= MATVEC_ROWS and summed % MATVEC_GRAIN == 0 and written >= _LEAST_OUT:
+    if not gradient and rows <= MATVEC_ROWS and summed % MATVEC_GRAIN == 0 and written >= LEAST_OUT:
         return matvec_config(rows, shape, cores)
     if shape[1] % RS_GRAIN == 0 and summed % RS_TERMS == 0 and written >= _rs(gradient).columns:
         return matmul_rs_config(rows, shape, gradient, cores)
@@ -155,6 +155,25 @@ def matvec_config(rows: int, shape: tuple[int, int], cores: int) -> MatvecConfig
         return own + (tiles * splits / cores / 2 if splits > 1 else 0)
 
     return dataclasses.replace(sizes, splits=min(range(1, 9), key=cost))
+
+
+def items_config(items: int, shape: tuple[int, int], cores: int) -> MatvecConfig:
+    """Block sizes of the products of items, each with a matrix of its own: stages that columns fill.
+
+    Args:
+        items: as many as there may be.
+        shape: (out, in) of a matrix.
+        cores: multiprocessors.
+    """
+    out, columns = shape
+    sizes = [MatvecConfig(row_warps=warps, blocks=blocks) for warps, blocks in ((1, 2), (2, 3), (2, 2), (4, 2))]
+    best = min(sizes, key=lambda sizes: -(-columns // sizes.columns) * sizes.columns)
+
+    def cost(tiles: int) -> float:
+        """Time of the busiest multiprocessor: of a unit's codes, and of its x and the end of its sums."""
+        return -(-items * -(-out // (16 * tiles * best.row_warps)) // cores) * (tiles + 0.5)
+
+    return dataclasses.replace(best, tiles=min((2, 1), key=cost))
 
 
 def matmul_rs_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> MatmulRsConfig:

@@ -2,14 +2,15 @@
 
 - `dequantize`: the whole matrix to memory; `dequantize_shared`: of which other devices have rows, read where they lie.
 - `dequantize_transposed`: its transpose in float8_e4m3fn, with the scales.
-- `matvec`: few rows, bound by the packed bytes; mma.sync, pairs of values from a table in shared memory.
+- `matvec`: few rows, bound by the packed bytes; mma.sync, pairs of values from a table in shared memory;
+  `matvec_items`: of rows with one of several matrices each.
 - `matmul_rs`: more rows, and gradients; wgmma with the decoded weights in registers (RS).
 """
 
 from pallas_kernels.nf4.mosaic_sm90.decode import dequantize, dequantize_shared
 from pallas_kernels.nf4.mosaic_sm90.decode_transposed import COLUMNS, ROWS, dequantize_transposed
 from pallas_kernels.nf4.mosaic_sm90.matmul_rs import matmul_rs
-from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
+from pallas_kernels.nf4.mosaic_sm90.matvec import matvec, matvec_items
 
 __all__ = [
     "COLUMNS",
@@ -19,4 +20,5 @@ __all__ = [
     "dequantize_transposed",
     "matmul_rs",
     "matvec",
+    "matvec_items",
 ]

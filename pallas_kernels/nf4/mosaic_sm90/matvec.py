@@ -25,13 +25,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.mosaic import launch
 from pallas_kernels.nf4.codebook import BLOCK, NF4_VALUES
 from pallas_kernels.nf4.config import MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.matvec_plan import TOKENS, Plan
-from pallas_kernels.nf4.mosaic_sm90.matvec_stages import fill_table, load, own_entries, scratch, wait
+from pallas_kernels.nf4.mosaic_sm90.matvec_stages import copy_items, fill_table, load, own_entries, scratch, wait
 from pallas_kernels.nf4.mosaic_sm90.matvec_sums import TABLE_SCALE, add, finish
 
 
@@ -65,15 +65,59 @@ def matvec(
     if plan.by_tma and tokens % TOKENS:  # TMA takes whole tiles
         x = jnp.pad(x, ((0, -tokens % TOKENS), (0, 0)))
         return matvec(x, codes, absmax, config=config, cores=cores, interpret=interpret)[:, :tokens]
-    sums = {"sums": plgpu.SMEM((max(config.sums(tokens), 16),), jnp.uint8)}
+    return _launch(plan, {"x": x, "codes": codes, "absmax": absmax}, tokens, "nf4_matvec", interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "config", "cores", "interpret"))
+def matvec_items(
+    x: Float[Array, "tokens in"],
+    codes: UInt8[Array, "matrices out half_in"],
+    absmax: Float[Array, "matrices out blocks"],
+    items: Int[Array, "items slots+1"],
+    count: Int[Array, "1"],
+    *,
+    rows: int,
+    config: MatvecConfig,
+    cores: int,
+    interpret: Any = None,
+) -> Float[Array, "splits rows out"]:
+    """Products of rows with one of several packed matrices each, which are read where they lie: their addends.
+
+    A thread block's unit is a tile of an item's matrix, and its eight rows or less.
+
+    Args:
+        x: as in `matvec`; row i of the result is of x's row i // (rows // tokens).
+        codes: uint8, split order.
+        absmax: float32.
+        items: of each a matrix, and the rows of the result that are its products, -1 in the place of none; eight at
+            most.
+        count: items that are in use; those behind them are not read.
+        rows: of the result, a multiple of the rows of x. A row of no item is not written.
+        config: as in `matvec`.
+        cores: as there.
+        interpret: as there.
+
+    Returns:
+        As there.
+    """
+    (tokens, summed), (most, width) = x.shape, items.shape
+    plan = Plan(width - 1, codes.shape[1], summed, config, 1, most, rows // tokens)
+    plan = dataclasses.replace(plan, grid=min(cores, plan.units * most))
+    inputs = {"x": x, "codes": codes, "absmax": absmax, "items": items, "count": count}
+    return _launch(plan, inputs, rows, "nf4_matvec_items", interpret)
+
+
+def _launch(plan: Plan, inputs: dict[str, Array], rows: int, name: str, interpret: Any) -> Array:
+    dtype, splits = inputs["x"].dtype, plan.config.splits
+    sums = {"sums": plgpu.SMEM((max(plan.config.sums(plan.tokens), 16),), jnp.uint8)}
     (product,) = launch(
         functools.partial(_kernel, plan=plan),
-        {"x": x, "codes": codes, "absmax": absmax, "table": _table(x.dtype)},
-        {"out": jax.ShapeDtypeStruct((config.splits, tokens, out), x.dtype if config.splits == 1 else jnp.float32)},
-        scratch(plan, x.dtype) | sums,
-        name="nf4_matvec",
+        {"items": None, "count": None} | inputs | {"table": _table(dtype)},
+        {"out": jax.ShapeDtypeStruct((splits, rows, plan.out), dtype if splits == 1 else jnp.float32)},
+        scratch(plan, dtype) | sums,
+        name=name,
         grid=("block", plan.grid),
-        threads=config.warps // 4,
+        threads=plan.config.warps // 4,
         interpret=interpret,
     )
     return product
@@ -91,9 +135,11 @@ def _kernel(refs, *, plan: Plan):
         pl.when(lax.axis_index("warpgroup") == 0)(functools.partial(_interpreted, refs, plan))
         return
     block, stages = lax.axis_index("block"), plan.config.stages
-    turns = lax.div(plan.units + plan.grid - 1 - block, jnp.int32(plan.grid))
+    turns = plan.turns(block, refs.count[0] if plan.items else None)
     load_stage = functools.partial(load, refs, plan, block, turns * plan.steps)
     entries = own_entries(plan, refs.table)
+    if plan.items:
+        copy_items(refs, plan)
     for stage in range(stages - 1):
         load_stage(jnp.int32(stage))
     fill_table(plan, entries, refs.table_smem)
@@ -110,8 +156,9 @@ def _kernel(refs, *, plan: Plan):
 
         sums = plgpu.layout_cast(jnp.zeros((64, 8 * plan.pieces), jnp.float32), plgpu.Layout.WGMMA)
         sums = lax.fori_loop(0, plan.steps, step, sums)
-        first, split = plan.unit(block, turn)
-        finish(plan, sums, refs.sums, refs.out.at[split, :, pl.ds(first, plan.rows)])
+        item, first, split = plan.unit(block, turn)
+        own = (refs.items_smem.at[item],) if plan.items else ()
+        finish(plan, sums, refs.sums, refs.out.at[split, :, pl.ds(first, plan.rows)], *own)
         return carry
 
     lax.fori_loop(0, turns, unit, None)
@@ -119,23 +166,27 @@ def _kernel(refs, *, plan: Plan):
 
 def _interpreted(refs, plan: Plan):
     """Compute the sums unit for unit in jax.numpy: the interpreter runs no assembly."""
-    block, splits = lax.axis_index("block"), plan.config.splits
+    block = lax.axis_index("block")
     pairs = lax.bitcast_convert_type(refs.table[...], refs.x.dtype).astype(jnp.float32)
 
     def unit(turn, _):
-        number = block + turn * plan.grid
-        rows = pl.ds(
-            lax.min(lax.div(number, jnp.int32(splits)) * plan.rows, jnp.int32(plan.out - plan.rows)), plan.rows
-        )
-        split = lax.rem(number, jnp.int32(splits))
-        codes = refs.codes[rows, :].reshape(plan.rows, -1, BLOCK // 2).astype(jnp.int32)
-        values = jnp.swapaxes(pairs[codes], 2, 3) * refs.absmax[rows, :][:, :, None, None]
+        item, first, split = plan.unit(block, turn)
+        rows, matrix = pl.ds(first, plan.rows), (refs.items[item, 0],) if plan.items else ()
+        codes = refs.codes[*matrix, rows, :].reshape(plan.rows, -1, BLOCK // 2).astype(jnp.int32)
+        values = jnp.swapaxes(pairs[codes], 2, 3) * refs.absmax[*matrix, rows, :][:, :, None, None]
         column = lax.iota(jnp.int32, plan.summed)
         own = lax.div(column, jnp.int32(plan.steps * plan.columns)) == split
         weights = jnp.where(own[None], values.reshape(plan.rows, plan.summed), 0.0)
-        x = refs.x[...].reshape(plan.tokens, plan.summed).astype(jnp.float32)
-        total = lax.dot_general(x, weights, (((1,), (1,)), ((), ())))
-        refs.out[split, :, rows] = (total / TABLE_SCALE).astype(refs.out.dtype)
+        x = refs.x[...].reshape(-1, plan.summed).astype(jnp.float32)
+        total = (lax.dot_general(x, weights, (((1,), (1,)), ((), ()))) / TABLE_SCALE).astype(refs.out.dtype)
+        if not plan.items:
+            refs.out[split, :, rows] = total
+            return
+        for token in range(plan.tokens):
+            number = refs.items[item, 1 + token]
 
-    turns = lax.div(plan.units + plan.grid - 1 - block, jnp.int32(plan.grid))
-    lax.fori_loop(0, turns, unit, None)
+            @pl.when(number >= 0)
+            def _(number=number):
+                refs.out[split, number, rows] = total[lax.div(number, jnp.int32(plan.shared))]
+
+    lax.fori_loop(0, plan.turns(block, refs.count[0] if plan.items else None), unit, None)

@@ -22,11 +22,13 @@ class Plan:
     """Sizes of a call.
 
     Attributes:
-        tokens: rows of x.
+        tokens: rows of x; most of an item.
         out: rows of W.
         summed: columns of W.
         config: block sizes.
         grid: thread blocks.
+        items: most items, each with a matrix and rows of its own (`matvec_items`); 0: one matrix for all rows.
+        shared: numbers of rows of an item that stand for the same row of x, one after the other.
     """
 
     tokens: int
@@ -34,6 +36,8 @@ class Plan:
     summed: int
     config: MatvecConfig
     grid: int
+    items: int = 0
+    shared: int = 1
 
     @property
     def token_tiles(self) -> int:
@@ -62,7 +66,7 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Tiles' parts."""
+        """Tiles' parts, of a matrix."""
         return pl.cdiv(self.out, self.rows) * self.config.splits
 
     @property
@@ -80,8 +84,16 @@ class Plan:
         """Whether TMA loads the stages. It is slower than the threads' own copies where there is little of x."""
         return self.tokens > TOKENS
 
+    def turns(self, block, items):
+        """Units of a thread block, where so many items are in use."""
+        units = self.units * items if self.items else self.units
+        return lax.div(units + self.grid - 1 - block, jnp.int32(self.grid))
+
     def unit(self, block, turn):
-        """First row, and the part of its sum, of a thread block's `turn`th unit."""
-        number, splits = block + turn * self.grid, jnp.int32(self.config.splits)
+        """Item, first row, and the part of its sum, of a thread block's `turn`th unit."""
+        number, splits, item = block + turn * self.grid, jnp.int32(self.config.splits), None
+        if self.items:
+            item, number = lax.div(number, jnp.int32(self.units)), lax.rem(number, jnp.int32(self.units))
         # The last tile is moved back to end with the array: it repeats what its neighbour writes.
-        return lax.min(lax.div(number, splits) * self.rows, jnp.int32(self.out - self.rows)), lax.rem(number, splits)
+        first = lax.min(lax.div(number, splits) * self.rows, jnp.int32(self.out - self.rows))
+        return item, first, lax.rem(number, splits)

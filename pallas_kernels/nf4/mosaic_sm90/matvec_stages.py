@@ -4,6 +4,8 @@ Codes and x lie in lines of 128 bytes, whose eight pieces change places by the l
 or), as TMA swizzles.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,7 @@ def scratch(plan: Plan, dtype) -> dict:
         "codes_smem": plgpu.SMEM((stages, segments, plan.rows, SEGMENT), jnp.uint8, transforms=codes),
         "scales_smem": plgpu.SMEM((stages, segments, plan.rows, _SCALES), jnp.float32),
         "x_smem": plgpu.SMEM((stages, plan.blocks, plan.tokens, BLOCK), dtype, transforms=x),
+        "items_smem": plgpu.SMEM((plan.items, 1 + plan.tokens), jnp.int32) if plan.items else None,
         "full": full,
     }
 
@@ -52,13 +55,13 @@ def transforms(plan: Plan) -> tuple[tuple, tuple]:
 def load(refs, plan: Plan, block, total, iteration) -> None:
     """Begin to copy a thread block's `iteration`th stage of `total`; nothing behind the last."""
     slot = lax.rem(iteration, jnp.int32(plan.config.stages))
-    first, split = plan.unit(block, lax.div(iteration, jnp.int32(plan.steps)))
+    item, first, split = plan.unit(block, lax.div(iteration, jnp.int32(plan.steps)))
     column = (split * plan.steps + lax.rem(iteration, jnp.int32(plan.steps))) * plan.columns
     if plan.by_tma:
         mine = jnp.logical_and(iteration < total, lax.axis_index("warpgroup") == 0)
         pl.when(mine)(lambda: _load_by_tma(refs, plan, slot, first, column))
         return
-    pl.when(iteration < total)(lambda: _load_by_threads(refs, plan, slot, first, column))
+    pl.when(iteration < total)(lambda: _load_by_threads(refs, plan, slot, item, first, column))
     _commit()
 
 
@@ -89,13 +92,13 @@ def _load_by_tma(refs, plan: Plan, slot, first, column) -> None:
         plgpu.copy_gmem_to_smem(x, refs.x_smem.at[slot, number], full)
 
 
-def _load_by_threads(refs, plan: Plan, slot, first, column) -> None:
+def _load_by_threads(refs, plan: Plan, slot, item, first, column) -> None:
     """Copies of 16 bytes by all threads; zeros of what is behind the columns."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * 6))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *(plgpu.RefType(),) * (7 if plan.items else 6)))
     def load(_, column, *refs):
         column = Word(column.registers.item())
-        codes, absmax, x, codes_smem, scales_smem, x_smem = map(mgpu.utils.memref_ptr, refs)
+        codes, absmax, x, codes_smem, scales_smem, x_smem, *item = map(mgpu.utils.memref_ptr, refs)
         copies = _Copies(plan, column)
 
         def copy_codes(number: Word):
@@ -113,20 +116,51 @@ def _load_by_threads(refs, plan: Plan, slot, first, column) -> None:
         def copy_x(number: Word):
             piece, line = number & 7, number >> 3
             token, block = line % plan.tokens, line // plan.tokens
-            source = token * (plan.summed * 2) + block * (2 * BLOCK) + piece * 16
-            copies.copy(x, source, x_smem, line * 128 + (piece ^ (token & 7)) * 16, block * BLOCK)
+            row = row_of(item, token)
+            source = (row // plan.shared) * (plan.summed * 2) + block * (2 * BLOCK) + piece * 16
+            place = line * 128 + (piece ^ (token & 7)) * 16
+            copies.copy(x, source, x_smem, place, block * BLOCK, row if item else None)
 
         copies.each(plan.rows * plan.columns // 32, copy_codes)
         copies.each(plan.rows * plan.segments, copy_scales)
         copies.each(plan.tokens * plan.columns // 8, copy_x)
 
     rows = pl.ds(first, plan.rows)
+    matrix, own = ((refs.items_smem[item, 0],), (refs.items_smem.at[item],)) if plan.items else ((), ())
     sources = (
-        refs.codes.at[rows, pl.ds(lax.div(column, jnp.int32(2)), plan.columns // 2)],
-        refs.absmax.at[rows, pl.ds(lax.div(column, jnp.int32(BLOCK)), plan.blocks)],
+        refs.codes.at[*matrix, rows, pl.ds(lax.div(column, jnp.int32(2)), plan.columns // 2)],
+        refs.absmax.at[*matrix, rows, pl.ds(lax.div(column, jnp.int32(BLOCK)), plan.blocks)],
         refs.x.at[:, pl.ds(column, plan.columns)],
     )
-    load(column, *sources, refs.codes_smem.at[slot], refs.scales_smem.at[slot], refs.x_smem.at[slot])  # pyright: ignore[reportCallIssue]
+    targets = refs.codes_smem.at[slot], refs.scales_smem.at[slot], refs.x_smem.at[slot]
+    load(column, *sources, *targets, *own)  # pyright: ignore[reportCallIssue]
+
+
+def copy_items(refs, plan: Plan) -> None:
+    """Copy the items into shared memory, where they are read for every stage."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def copy(_, items, items_smem):
+        source, target = map(mgpu.utils.memref_ptr, (items, items_smem))
+        threads, thread = 32 * plan.config.warps, Word(mgpu.utils.thread_idx())
+        for start in range(0, plan.items * (1 + plan.tokens), threads):
+            with mgpu.utils.when((thread + start).below(plan.items * (1 + plan.tokens))):
+                place = (thread + start) * 4
+                (word,) = load_words(source, place, 1)
+                llvm.store(word, at(target, place), alignment=4)
+        gpu.barrier()
+
+    copy(refs.items, refs.items_smem)  # pyright: ignore[reportCallIssue]
+
+
+def row_of(item: Sequence[ir.Value], token: Word) -> Word:
+    """The number of a row, -1 where there is none.
+
+    Args:
+        item: pointer to the item; none where all rows have one matrix, and their places are their numbers.
+        token: place of the row.
+    """
+    return Word(*load_words(item[0], (token + 1) * 4, 1)) if item else token
 
 
 def _commit() -> None:
@@ -160,15 +194,27 @@ class _Copies:
                 with mgpu.utils.when((thread + start).below(count)):
                     copy(thread + start)
 
-    def copy(self, array: ir.Value, source: Word, target: ir.Value, place: Word, behind: Word) -> None:
-        """Begin a copy; of zeros where its column, so many behind the stage's first, is behind the last."""
+    def copy(
+        self, array: ir.Value, source: Word, target: ir.Value, place: Word, behind: Word, row: Word | None = None
+    ) -> None:
+        """Begin a copy, or none of row -1; of zeros where its column, `behind` the stage's first, is behind the last.
+
+        A branch could leave a warp's threads apart, which its matrix instructions need together.
+        """
         plan, size = self.plan, Word.of(16)
         if plan.steps * plan.config.splits * plan.columns != plan.summed:
             inside = (self.column + behind).below(plan.summed)
             size = Word(arith.select(inside, size.value, Word.of(0).value))
         pointer = llvm.ptrtoint(ir.IntegerType.get_signless(32), at(target, place))
-        text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
-        assemble(text, [pointer, at(array, source), size.value], "r,l,r", effects=True)
+        text, operands = (
+            "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+            [pointer, at(array, source), size.value],
+        )
+        if row is None:
+            assemble(text, operands, "r,l,r", effects=True)
+            return
+        text = f"{{ .reg .pred present; setp.ne.s32 present, $3, -1; @present {text} }}"
+        assemble(text, [*operands, row.value], "r,l,r,r", effects=True)
 
 
 _ENTRIES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)

@@ -1,5 +1,6 @@
 """Sums of `matvec`: products of a stage's codes and x, and the end of a tile."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
 from pallas_kernels.nf4.mosaic_sm90.matvec_plan import SEGMENT, TOKENS, Plan
-from pallas_kernels.nf4.mosaic_sm90.matvec_stages import transforms
+from pallas_kernels.nf4.mosaic_sm90.matvec_stages import row_of, transforms
 from pallas_kernels.nf4.mosaic_sm90.words import Thread, Word, assemble, at, load_float, load_words
 
 TABLE_SCALE = 1.437005
@@ -104,13 +105,13 @@ class _Stage:
         return assemble("ld.shared.b32 $0, [$1];", [(place + self.table).value], "=r,r", i32)
 
 
-def finish(plan: Plan, sums, sums_smem, out_ref):
-    """Add up what the warps of the same rows have, each of them some of it, and write it."""
+def finish(plan: Plan, sums, sums_smem, out_ref, *item):
+    """Add up what the warps of the same rows have, each of them some of it, and write it to the item's rows."""
     warps, pieces = plan.config.column_warps, plan.pieces
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType()))
-    def finish_tile(_, sums, sums_smem, out_ref):
-        pointer, out = mgpu.utils.memref_ptr(sums_smem), mgpu.utils.memref_ptr(out_ref)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType(),) * (2 + len(item))))
+    def finish_tile(_, sums, sums_smem, out_ref, *item):
+        pointer, out, *item = map(mgpu.utils.memref_ptr, (sums_smem, out_ref, *item))
         four, me = ir.VectorType.get((4,), ir.F32Type.get()), Thread(plan.config.column_warps, again=True)
         numbers = [vector.extract(pair, [], [index]) for pair in sums.registers.reshape(-1) for index in range(2)]
 
@@ -130,12 +131,12 @@ def finish(plan: Plan, sums, sums_smem, out_ref):
                 for slot in range(warps - 1):
                     others = llvm.load(four, at(pointer, place(piece, slot)), alignment=16)
                     total = [arith.addf(total[index], vector.extract(others, [], [index])) for index in range(4)]
-                _write(plan, me, piece, total, out, ir.MemRefType(out_ref.type).element_type)
+                _write(plan, me, piece, total, out, ir.MemRefType(out_ref.type).element_type, item)
 
-    finish_tile(sums, sums_smem, out_ref)  # pyright: ignore[reportCallIssue]
+    finish_tile(sums, sums_smem, out_ref, *item)  # pyright: ignore[reportCallIssue]
 
 
-def _write(plan: Plan, me: Thread, piece: int, total: Sequence[ir.Value], out: ir.Value, element: ir.Type):
+def _write(plan: Plan, me: Thread, piece: int, total: Sequence[ir.Value], out: ir.Value, element: ir.Type, item):
     """Write the sums of 16 rows and eight tokens."""
     tile, token_tile = divmod(piece, plan.token_tiles)
     row = (me.row_warp * plan.config.tiles + tile) * 16 + me.row_of_W
@@ -146,7 +147,10 @@ def _write(plan: Plan, me: Thread, piece: int, total: Sequence[ir.Value], out: i
             if plan.config.splits == 1:
                 value = arith.truncf(element, value)
             size = 2 if plan.config.splits == 1 else 4
-            llvm.store(value, at(out, (token * plan.out + row + 8 * (index // 2)) * size), alignment=size)
+            number = row_of(item, token)
+            there = mgpu.utils.when(number.below(2**31 - 1)) if item else contextlib.nullcontext()
+            with there:
+                llvm.store(value, at(out, (number * plan.out + row + 8 * (index // 2)) * size), alignment=size)
 
 
 def _permute(low: ir.Value, high: ir.Value, order: int) -> ir.Value:

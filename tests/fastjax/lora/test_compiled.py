@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from fastjax.bench.lora import LoraSettings, build, forward_and_backward
+from fastjax.lora import experts as experts_unit
+from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import NF4Weight
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.hlo import kernels
@@ -85,7 +87,38 @@ def test_a_few_rows_take_five_kernels(rows):
     aot, (apply, trained, frozen) = AOT(), block("nf4", 16)
     specs = [jax.tree.map(lambda leaf: aot.spec(leaf.shape, leaf.dtype), tree) for tree in (trained, frozen)]
     text = aot.compile(apply, *specs, aot.spec((rows, 1, WIDTH), jnp.bfloat16)).as_text()
+    assert launched(text) == ["few_rows_products", "nf4_matvec", "few_rows_gate", "nf4_matvec", "few_rows_add"]
+
+
+def launched(text):
+    """Names of the kernels of a compiled program, in order."""
     entry = text[text.index("ENTRY ") :]
-    launched = re.findall(r" = \S.* (?:fusion|custom-call|dot|copy)\(.*?op_name=\"([^\"]+)\"", entry)
-    names = [re.search(r"few_rows_\w+|nf4_\w+|[^/]+$", name)[0] for name in launched]
-    assert names == ["few_rows_products", "nf4_matvec", "few_rows_gate", "nf4_matvec", "few_rows_add"]
+    names = re.findall(r" = \S.* (?:fusion|custom-call|dot|copy|sort)\(.*?op_name=\"([^\"]+)\"", entry)
+    return [re.search(r"few_\w+|nf4_\w+|[^/]+$", name)[0] for name in names]
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_a_few_tokens_experts_take_six_kernels(tokens):
+    """None of them sorts, gathers or pads: experts and their adapters are read where they lie."""
+    aot, experts, width, features, rank = AOT(), 128, 2048, 768, 16
+    parts = PartSpec("gate_up_proj", 2 * features, rank), PartSpec("down_proj", width, rank)
+    shapes = dict(zip((part.name for part in parts), ((2 * features, width), (width, features)), strict=True))
+
+    def stacked(leaf):
+        return aot.spec((experts, *leaf.shape), leaf.dtype)
+
+    weights = [jax.tree.map(stacked, weight("nf4", *shape)) for shape in shapes.values()]
+    matrices = {
+        name: (aot.spec((experts, rank, columns), jnp.float32), aot.spec((experts, rows, rank), jnp.float32))
+        for name, (rows, columns) in shapes.items()
+    }
+    arrays = experts_unit.Operands(weights[0], None, weights[1], None, matrices)
+    block = experts_unit.Block(experts, "silu", None, *parts)
+    routing = aot.spec((tokens, 8), jnp.float32), aot.spec((tokens, 8), jnp.int32)
+    function = functools.partial(experts_unit.routed_experts, block)
+    text = aot.compile(function, aot.spec((tokens, width), jnp.bfloat16), *routing, arrays).as_text()
+    products = ["few_experts_products", "nf4_matvec_items", "few_experts_gate", "nf4_matvec_items"]
+    assert launched(text) in (
+        ["few_experts_items", *products, "few_experts_combine"],
+        ["few_experts_items", products[1], products[0], *products[2:], "few_experts_combine"],
+    )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from fastjax.lora import reference
-from fastjax.lora.experts import Block, Clamp, Operands, routed_experts
+from fastjax.lora.experts import Block, Clamp, Operands, routed_experts, why_not_where_they_lie
 from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import NF4Weight, as_weight, concatenate
 from fastjax.residuals import SAVED
@@ -95,6 +95,36 @@ def test_one_token_reads_its_experts_alone(name, kind):
         one = (value[token : token + 1] for value in (x, weights, experts))
         alone = jax.jit(routed_experts, static_argnums=0)(block, *one, arrays._replace(matrices=poisoned))
         assert max(distance([alone], [every[token : token + 1]])) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 32, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_few_tokens_on_the_card(tokens, biased):
+    """The kernels that read experts where they lie, beside every expert on every token in float32."""
+    maker, experts, width, features = Maker(tokens), 32, 512, 256
+    sizes = {"gate_up_proj": (2 * features, width), "down_proj": (width, features)}
+    weights = [
+        jax.vmap(NF4Weight.quantize)(maker.normal(experts, *shape, scale=shape[1] ** -0.5)) for shape in sizes.values()
+    ]
+    matrices = {
+        name: (maker.normal(experts, 16, shape[1], scale=shape[1] ** -0.5), maker.normal(experts, shape[0], 16))
+        for name, shape in sizes.items()
+    }
+    biases = [maker.normal(experts, rows) if biased else None for rows, _ in sizes.values()]
+    parts = [PartSpec(name, shape[0], 16, 0.5) for name, shape in sizes.items()]
+    block, arrays = (
+        Block(experts, "silu", None, *parts),
+        Operands(weights[0], biases[0], weights[1], biases[1], matrices),
+    )
+    x = maker.normal(tokens, width, dtype=jnp.bfloat16)
+    if reason := why_not_where_they_lie(block, x, arrays):
+        pytest.skip(reason)
+    scores, chosen = jax.lax.top_k(jax.nn.sigmoid(maker.normal(tokens, experts).at[:, 3].set(5.0)), 8)
+    ours = jax.jit(routed_experts, static_argnums=0)(block, x, scores, chosen, arrays)
+    plain = reference.routed_experts(block, x.astype(jnp.float32), scores, chosen, arrays)
+    # roundings to bfloat16: of NF4's values, of the rank products, of s·B, of each large product and of h
+    assert max(distance([ours], [plain])) < 5 * 2**-9
 
 
 @pytest.mark.exhaustive("biases")

@@ -1,0 +1,138 @@
+"""The passes between the large products of a mixture's experts with LoRA adapters (arXiv 2106.09685), for few tokens.
+
+    p = x·Aᵀ                                                                     `rank_products`
+    h = act(gate) · up,  [gate | up] = base + p·(s·B)ᵀ + bias,  p' = h·Cᵀ        `gate`
+    out = Σ w·(base' + p'·(s·D)ᵀ + bias')                                        `combine`
+
+Rows are the pairs of a token and one of its experts, token by token: nothing is sorted, gathered or padded. An *item*
+is an expert and up to eight of its pairs (`items_of`), whose products read its matrices once, where they lie among all
+experts': the large ones in `nf4.matmul_items`, A and B here, in the dtype that they are trained in. Programs of items
+that are not in use end at once. Rank products come as addends in float32, as in `few_rows`. No backward pass: the unit
+`fastjax.lora.experts` has one. In Pallas-Triton, for NVIDIA GPUs of compute capability 8.0 or more.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import HALF, lacks_dtype, target
+from pallas_kernels.few_experts import triton
+from pallas_kernels.few_experts.adapter import Adapter
+from pallas_kernels.tiles import RANKS
+
+MOST_TOKENS = 64
+"""Tokens for which reading an expert's matrices once for each eight pairs costs little."""
+SLOTS = 8
+"""Most pairs of an item: rows of one matrix instruction in the large products."""
+_GRAIN = 64
+"""Features come in multiples of it."""
+
+
+class Items(NamedTuple):
+    """Experts, each with up to eight of its pairs.
+
+    Attributes:
+        table: int32; of each item its expert and its pairs, -1 in the place of none.
+        count: int32; items in use, which come first.
+    """
+
+    table: Int[Array, "I slots+1"]
+    count: Int[Array, "1"]
+
+
+def why_not(tokens: int, dtype: DTypeLike, rank: int, *features: int) -> str | None:
+    """Why these passes do not serve a call on the target, as a clause; None: they do.
+
+    Args:
+        tokens: N.
+        dtype: of x.
+        rank: the larger of the adapters', 0 without one.
+        features: numbers of features that are read or written.
+    """
+    device, mesh = target(), jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return "it takes tokens on one device, and there are several"
+    if reason := device.lacks((8, 0)) or lacks_dtype(dtype, HALF):
+        return reason
+    if not 0 < tokens <= MOST_TOKENS:
+        return f"it serves 1 to {MOST_TOKENS} tokens, not {tokens}"
+    if rank > RANKS[-1]:
+        return f"it serves ranks up to {RANKS[-1]}, not {rank}"
+    if any(count % _GRAIN for count in features):
+        return f"it takes features in multiples of {_GRAIN}, not {features}"
+    return None
+
+
+def items_of(experts: Int[Array, "N k"], num_experts: int) -> Items:
+    """The items of a routing, ordered by expert.
+
+    Args:
+        experts: of each token.
+        num_experts: X.
+    """
+    slots, pairs = min(len(experts), SLOTS), experts.size
+    # An expert's last item may have empty slots; every other one is full.
+    most = min(pairs, num_experts + pairs // slots)
+    return Items(*triton.items(experts, most=most, slots=slots, num_experts=num_experts))
+
+
+def rank_products(x: Float[Array, "N in"], adapter: Adapter, items: Items, pairs: int) -> Float[Array, "C P R"]:
+    """Addends of the rank products of each token with its experts' A.
+
+    Args:
+        x: bfloat16 or float16.
+        adapter: of the projection that reads x.
+        items: of the routing.
+        pairs: P, N times the experts of a token.
+    """
+    return triton.rank_products(x, adapter, *items, pairs=pairs)
+
+
+def gate(
+    base: Float[Array, "P 2F"],
+    products: Float[Array, "C P R"] | None,
+    inner: Adapter | None,
+    bias: Float[Array, "X 2F"] | None,
+    outer: Adapter | None,
+    items: Items,
+    *,
+    activation: str,
+    clamp: tuple[float, float] | None,
+) -> tuple[Float[Array, "P F"], Float[Array, "C P R"] | None]:
+    """The gated product of each pair, and addends of its rank products for the projection that reads it.
+
+    Args:
+        base: gate and up.
+        products: as `rank_products` gives them; None without an adapter.
+        inner: the adapter of gate and up, or None.
+        bias: of gate and up, or None.
+        outer: the adapter of the projection that reads the result, or None.
+        items: of the routing.
+        activation: Hugging Face's name of act.
+        clamp: limit and alpha of `glu.clamped_swiglu`, which then takes the place of act; or None.
+    """
+    options = {"activation": activation, "clamp": None if clamp is None else tuple(clamp)}
+    return triton.gate(base, products, inner, bias, outer, *items, **options)
+
+
+def combine(
+    base: Float[Array, "P E"],
+    products: Float[Array, "C P R"] | None,
+    adapter: Adapter | None,
+    bias: Float[Array, "X E"] | None,
+    weights: Float[Array, "N k"],
+    experts: Int[Array, "N k"],
+) -> Float[Array, "N E"]:
+    """The weighted sums of each token's pairs, in the dtype of base.
+
+    Args:
+        base: the experts' outputs without adapter and bias.
+        products: as `gate` gives them; None without an adapter.
+        adapter: of the projection back, or None.
+        bias: its own, or None.
+        weights: of each token's experts.
+        experts: of each token.
+    """
+    return triton.combine(base, products, adapter, bias, weights, experts)

@@ -1,0 +1,137 @@
+"""The passes for a few tokens of a mixture, interpreted, against sums in float64; on the card, as interpreted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.few_experts import Adapter, api, triton
+
+# Largest error over largest value: roundings of rank products, of s·B and of the result to bfloat16.
+TOLERANCE = 2**-7
+CLAMP = (1.0, 1.702)
+
+
+def wide(array):
+    return np.asarray(array, np.float64)
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape
+    assert np.abs(wide(actual) - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+class Case:
+    """Random tokens and experts, of which one has many pairs and one has none."""
+
+    def __init__(self, tokens, chosen, num_experts, width=128, features=256, rank=16, biased=False):
+        self.rng = rng = np.random.default_rng(tokens)
+        routed = [1 + rng.permutation(num_experts - 1)[:chosen] for _ in range(tokens)]
+        self.experts = np.asarray(routed, np.int32)
+        self.experts[: 3 * tokens // 4, 0] = 1
+        self.flat, self.num_experts = self.experts.reshape(-1), num_experts
+        self.weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+        self.x = self.normal(tokens, width).astype(jnp.bfloat16)
+        pairs, (inner, outer) = self.flat.size, ((rank, rank) if isinstance(rank, int) else rank)
+        self.inner, self.outer = self.adapter(inner, width, 2 * features), self.adapter(outer, features, width)
+        self.bias = [self.normal(num_experts, size) if biased else None for size in (2 * features, width)]
+        self.base = self.normal(pairs, 2 * features).astype(jnp.bfloat16)
+        self.y = self.normal(pairs, width).astype(jnp.bfloat16)
+
+    def normal(self, *shape):
+        return jnp.asarray(self.rng.standard_normal(shape), jnp.float32)
+
+    def adapter(self, rank, columns, rows):
+        if not rank:
+            return None
+        return Adapter(self.normal(self.num_experts, rank, columns), self.normal(self.num_experts, rows, rank), 0.5)
+
+    def run(self, interpret, clamp=None):
+        """Items, and the results of the passes."""
+        slots = min(len(self.experts), api.SLOTS)
+        most = min(self.flat.size, self.num_experts + self.flat.size // slots)
+        options = {"most": most, "slots": slots, "num_experts": self.num_experts, "interpret": interpret}
+        items = triton.items(jnp.asarray(self.experts), **options)
+        products = None
+        if self.inner is not None:
+            products = triton.rank_products(self.x, self.inner, *items, pairs=self.flat.size, interpret=interpret)
+        options = {"activation": "silu", "clamp": clamp, "interpret": interpret}
+        h, shares = triton.gate(self.base, products, self.inner, self.bias[0], self.outer, *items, **options)
+        out = triton.combine(
+            self.y, shares, self.outer, self.bias[1], self.weights, jnp.asarray(self.experts), interpret=interpret
+        )
+        return items, products, h, shares, out
+
+    def update(self, products, adapter, bias):
+        """The addends of each pair behind its large product."""
+        total = 0.0 if bias is None else wide(bias)[self.flat]
+        if adapter is None:
+            return total
+        rank = adapter.lora_A.shape[1]
+        scaled = adapter.scaling * wide(adapter.lora_B)[self.flat]
+        return total + np.einsum("pr,pfr->pf", wide(products).sum(0)[:, :rank], scaled)
+
+
+def expected_items(case):
+    slots, rows = min(len(case.experts), 8), []
+    for expert in range(case.num_experts):
+        pairs = np.nonzero(case.flat == expert)[0]
+        for start in range(0, pairs.size, slots):
+            own = pairs[start : start + slots]
+            rows.append([expert, *own, *[-1] * (slots - own.size)])
+    return np.array(rows)
+
+
+@pytest.mark.exhaustive("rank 5, biases", "down alone, clamped")
+@pytest.mark.parametrize(
+    "sizes, clamp",
+    [
+        pytest.param({"tokens": 1, "chosen": 3, "num_experts": 8}, None, id="one token"),
+        pytest.param(
+            {"tokens": 5, "chosen": 3, "num_experts": 8, "rank": 5, "biased": True}, None, id="rank 5, biases"
+        ),
+        pytest.param({"tokens": 30, "chosen": 2, "num_experts": 6, "rank": (0, 20)}, CLAMP, id="down alone, clamped"),
+        pytest.param({"tokens": 3, "chosen": 2, "num_experts": 6, "rank": (16, 0)}, None, id="gate and up alone"),
+    ],
+)
+def test_passes(sizes, clamp):
+    case = Case(**sizes)
+    (table, count), products, h, shares, out = case.run(True, clamp)
+    items = expected_items(case)
+    assert int(count[0]) == len(items) <= len(table)
+    np.testing.assert_array_equal(np.asarray(table)[: len(items)], items)
+    if products is not None:
+        rank = case.inner.lora_A.shape[1]
+        tokens = wide(case.x)[np.arange(case.flat.size) // case.experts.shape[1]]
+        found, inside = np.split(wide(products).sum(0), [rank], axis=1)
+        close(found, np.einsum("pe,pre->pr", tokens, wide(case.inner.lora_A)[case.flat]))
+        assert not inside.any()
+    gate, up = np.split(wide(case.base) + case.update(products, case.inner, case.bias[0]), 2, axis=1)
+    if clamp:
+        gate, up = np.minimum(gate, clamp[0]), 1 + np.clip(up, -clamp[0], clamp[0])
+    close(h, gate / (1 + np.exp(-gate * (clamp[1] if clamp else 1.0))) * up)
+    if shares is not None:
+        found = wide(shares).sum(0)[:, : case.outer.lora_A.shape[1]]
+        close(found, np.einsum("pf,prf->pr", wide(h), wide(case.outer.lora_A)[case.flat]))
+    y = wide(case.y) + case.update(shares, case.outer, case.bias[1])
+    close(out, np.einsum("nk,nke->ne", wide(case.weights), y.reshape(*case.experts.shape, -1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 32, 64])
+@pytest.mark.parametrize("rank, biased", [(16, False), (5, True), (128, False)])
+def test_on_the_card(tokens, rank, biased):
+    """As interpreted, up to the order of sums; of the experts of Qwen3-30B-A3B, one of whom is chosen often."""
+    case = Case(tokens, 8, 128, 2048, 768, rank, biased)
+    jax.block_until_ready(jnp.full((64, 1024, 1024), jnp.nan))
+    run = functools.partial(case.run, clamp=CLAMP if biased else None)
+    (table, count), *found = run(False)
+    interpreted = jax.jit(lambda: run(True), compiler_options={"xla_allow_excess_precision": False})
+    (expected_table, expected_count), *expected = interpreted()
+    np.testing.assert_array_equal(count, expected_count)
+    np.testing.assert_array_equal(np.asarray(table)[: int(count[0])], np.asarray(expected_table)[: int(count[0])])
+    for ours, wanted in zip(found, expected, strict=True):
+        assert np.isfinite(wide(ours)).all()
+        close(ours, wide(wanted))
