@@ -16,8 +16,8 @@ A row with input_ids may hold the columns that they were made of; these are igno
 With the first four, a column `tools` lists the functions that the assistant may call, `system` (or `system_prompt`) is
 what the system says before the conversation, `documents` and `chat_template_kwargs` are given to the chat template;
 with instruction and output, `history` lists the questions and answers before. Other columns are ignored.
-A message may set whether it is learnt: `"train": false`, or `"weight": 0`, as in OpenAI's format. Templates do not see
-these two, so that a conversation is the same text in training and afterwards.
+A message may set whether it is learnt: `"train": false`, or `"weight": 0`, as in OpenAI's format (LLaMA-Factory's
+`loss_weight`). Templates do not see these, so that a conversation is the same text in training and afterwards.
 `DataSource.columns` names the columns of a data set with other names, or with two kinds.
 """
 
@@ -264,7 +264,7 @@ def _messages(value: Any, where: str, name: str) -> tuple[list[Message], tuple[b
 
 def _train(message: Mapping[str, Any], where: str) -> bool | None:
     """Whether a message is to be learnt; None: unset."""
-    train, weight = message.get("train"), message.get("weight")
+    train, weight = message.get("train"), message.get("weight", message.get("loss_weight"))
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{where}: 'train' must be true or false, found {describe(train)}")
     if weight is None:
@@ -321,7 +321,7 @@ def _is_thought(part: Any) -> bool:
 _CALLS = ("tool_calls", "function_call")
 """Keys of a message's calls; templates see the first. The other is OpenAI's older name, of one call."""
 
-_READ = frozenset(("train", "weight", *_CALLS))
+_READ = frozenset(("train", "weight", "loss_weight", *_CALLS))
 """Keys of a message that templates do not see as they are."""
 
 
@@ -329,11 +329,17 @@ def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
     """The text of content in parts; a tool call may have none."""
     if content is None and may_be_none:
         return None
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
+    texts: list[Any] = [_text(part) for part in content] if isinstance(content, list) else [None]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(texts)
     raise DataError(f"{where}: 'content' must be a string, found {describe(content)}")
+
+
+def _text(part: Any) -> Any:
+    """The text of a part of a content; LLaMA-Factory calls it value."""
+    return (
+        part.get("text", part.get("value") if part.get("type") == "text" else None) if isinstance(part, dict) else None
+    )
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

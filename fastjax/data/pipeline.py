@@ -21,6 +21,7 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.packing import PackedRows
 from fastjax.data.preference_columns import parse_preference
 from fastjax.data.preference_groups import encode_preferences
+from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import NO_CACHE, DataOptions, Exhaustion, Pairing
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.errors import DataError
@@ -66,12 +67,15 @@ def prepare(
     if options.cache_dir is not None:
         split = () if size is None else (size, held_out)
         shaping = [*shaped_by(options, max_seq_length), options.mixture_ends, seed, *split, *(preferences or ())]
+        shaping += ["deduplicate"] * options.deduplicate  # others keep the names that they had
         folder = Path(options.cache_dir).expanduser() / identity(opened, tokenizer, shaping)
         entry = cache.load(folder)
         if entry is not None and (now is None or entry[1].get("now") in (None, now)):
             return _from_cache(*entry)
     encoder, now = timed_encoder(tokenizer, options, now)
     read = _read(opened, options, preferences)
+    if options.deduplicate:
+        read = _distinct(read, progress)
     if size is not None:
         read = _split(read, size, held_out)
     records, order = _mix(read, options.mixture_ends, seed, progress)
@@ -188,6 +192,30 @@ def _read(
         if not one.records:
             raise DataError(f"{one.path}: no examples")
     return read
+
+
+def _distinct(read: Sequence[_ReadSet], progress: Say | None) -> list[_ReadSet]:
+    """The data sets without the examples that an earlier one equals, wherever it stands."""
+    seen: set[bytes] = set()
+
+    def is_new(record: Any) -> bool:
+        content = record._replace(where="")
+        if isinstance(record, PreferenceRecord):
+            content = content._replace(answers=tuple(answer._replace(where="") for answer in record.answers))
+        digest = hashlib.sha256(json.dumps(content, default=_plain).encode()).digest()
+        return digest not in seen and seen.add(digest) is None
+
+    kept = [one._replace(records=list(filter(is_new, one.records))) for one in read]
+    for one, before in zip(kept, read, strict=True):
+        if progress is not None and len(one.records) < len(before.records):
+            progress(
+                f"{one.path}: {len(before.records) - len(one.records):,} of {len(before.records):,} are duplicates"
+            )
+    return [one for one in kept if one.records]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else repr(value)
 
 
 def _split(read: Sequence[_ReadSet], size: float, held_out: bool) -> list[_ReadSet]:

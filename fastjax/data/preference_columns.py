@@ -2,9 +2,10 @@
 
 A row of pairs has `chosen` and `rejected`, and `prompt` or the prompt at the beginning of both (TRL's implicit prompt:
 what the two have in common). A row of single answers has `prompt`, `completion` and `label`, true where the answer is
-desirable; where single answers are wanted, a pair is one desirable answer and one undesirable one. Each of these is a
-text or a list of messages, or of turns in ShareGPT's format; an answer may be a single one. A column `tools` is read as
-in `columns`; of ranked pairs also a column `margin`, a number.
+desirable; or the answer is the last of `messages` or `conversations`. Where single answers are wanted, a pair is one
+desirable answer and one undesirable one. Each of these is a text or a list of messages, or of turns in ShareGPT's
+format; an answer may be a single one. A column `tools` is read as in `columns`; of ranked pairs also a column `margin`,
+a number.
 """
 
 import math
@@ -17,12 +18,12 @@ from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import Pairing
 from fastjax.errors import DataError
 
-_PAIR, _SINGLE = ("chosen", "rejected"), ("prompt", "completion", "label")
+_PAIR = ("chosen", "rejected")
 _PAIRS = "chosen and rejected, with prompt or the prompt in both"
 _EXPECTED: dict[Pairing, str] = {
     "paired": _PAIRS,
     "ranked": _PAIRS,
-    "unpaired": "prompt, completion and label, or chosen and rejected",
+    "unpaired": "prompt, completion and label, messages and label, or chosen and rejected",
 }
 
 
@@ -51,11 +52,14 @@ def parse_preference(
         both = zip(said, _PAIR, strict=True)
         answers = tuple(completion_record(cells, prompt, one, name, templated=templated) for one, name in both)
         return PreferenceRecord(answers, (True, False), where, _margin(cells) if pairing == "ranked" else 0.0)
-    if pairing != "unpaired" or any(cells[meaning] is None for meaning in _SINGLE):
+    prompt, completion = unpacked(cells["prompt"]), _answer(cells["completion"])
+    told = next((unpacked(cells[name]) for name in ("messages", "conversations") if cells[name] is not None), None)
+    if completion is None and isinstance(told, list) and len(told) > 1:
+        prompt, completion = told[:-1], told[-1:]
+    if pairing != "unpaired" or prompt is None or completion is None or cells["label"] is None:
         raise cells.lacks(expected)
     if cells["label"] not in (True, False):  # 1 and 0 are these
         raise cells.wrong("label", "true or false")
-    prompt, completion = unpacked(cells["prompt"]), _answer(cells["completion"])
     answer = completion_record(cells, prompt, completion, "completion", templated=templated)
     return PreferenceRecord((answer,), (bool(cells["label"]),), where)
 

@@ -62,6 +62,9 @@ class DataSource:
     that `datasets.load_dataset` takes."""
     name: str | None = None
     """the data set's configuration, `load_dataset`'s second argument."""
+    data_files: Annotated[list[str], MinLen(1)] | None = None
+    """files of a folder or of a data set on the hub, by their names or glob patterns inside it; null: those of the
+    split."""
     split: str | None = None
     """the part to read, slices included: "train", "train[:10%]"; null: "train"."""
     weight: Positive | None = None
@@ -109,6 +112,8 @@ class DataOptions:
     too_long: TooLong = "truncate"
     """the treatment of an example longer than max_seq_length: truncate (its beginning is kept), split (into pieces that
     do not see each other) or drop."""
+    deduplicate: bool = False
+    """leave out every example that an earlier one of these data sets equals, before any are held out."""
     packing: bool = True
     """put several documents into one row; false: one document a row, padded."""
     cache_dir: str | None = "~/.cache/fastjax/data"

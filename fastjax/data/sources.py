@@ -244,7 +244,7 @@ def _find(source: DataSource) -> OpenSource | None:
             raise ConfigError(f"{shorten(path)}: expected a file that ends in {SUFFIXES}")
         return _of_files(source, [Path(path)])
     if Path(path).is_dir():
-        return None
+        return _of_files(source, _named(source.data_files, path)) if source.data_files else None
     if glob.has_magic(path):
         files = sorted(Path(name) for name in glob.glob(path, recursive=True) if is_readable(name))
         if not files:
@@ -253,6 +253,18 @@ def _find(source: DataSource) -> OpenSource | None:
     if is_readable(path) or Path(path).is_absolute() or path.startswith("."):
         raise FileNotFoundError(2, "no such file or folder", path)
     return None
+
+
+def _named(names: Sequence[str], folder: str) -> list[Path]:
+    """The files of a folder that names or patterns inside it stand for."""
+    files: list[Path] = []
+    for name in names:
+        found = sorted(Path(folder, path) for path in glob.glob(name, root_dir=folder, recursive=True))
+        found = list(filter(is_readable, found))
+        if not found:
+            raise FileNotFoundError(2, f"no file that ends in {SUFFIXES} has this name", str(Path(folder, name)))
+        files += found
+    return files
 
 
 def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
@@ -264,6 +276,8 @@ def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
         )
     if source.name is not None:
         raise ConfigError(f"{shorten(source.path)}: name: expected none for files, got {shorten(source.name)}")
+    if source.data_files and not Path(_expanded(source)).is_dir():
+        raise ConfigError(f"{shorten(source.path)}: data_files: expected null for a file, got {source.data_files}")
     return OpenSource(source, tuple(files))
 
 
@@ -284,7 +298,8 @@ def _load(source: DataSource, path: str) -> Any:
     import datasets
 
     split = source.split or "train"
-    return _wrapped(source, lambda: datasets.load_dataset(path, source.name, split=split, streaming=source.streaming))
+    how: dict[str, Any] = {"data_files": source.data_files, "split": split, "streaming": source.streaming}
+    return _wrapped(source, lambda: datasets.load_dataset(path, source.name, **how))
 
 
 def _wrapped(source: DataSource, load: Any) -> Any:

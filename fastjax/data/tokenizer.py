@@ -6,7 +6,7 @@ and import torch on the way wherever torch is installed. `models.vocabulary` giv
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,25 @@ def add_tokens(
     tokenizer.add_tokens(missing)
     known = tokenizer.get_vocab()
     return [known[text] for text in texts]
+
+
+def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Mapping[str, str]) -> None:
+    """Give a tokenizer's special tokens their roles.
+
+    Args:
+        tokenizer: changed in place.
+        tokens: role, such as eos_token → its token.
+
+    Raises:
+        ConfigError: a token that the tokenizer lacks.
+    """
+    known = tokenizer.get_vocab()
+    if lacking := [f"{role}: {shown(token, 60)}" for role, token in tokens.items() if token not in known]:
+        raise ConfigError(
+            f"special_tokens: expected tokens that the tokenizer has, got {', '.join(lacking)}; add them (new_tokens)"
+        )
+    if tokens:
+        tokenizer.add_special_tokens(dict(tokens))
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:

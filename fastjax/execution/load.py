@@ -28,6 +28,7 @@ from fastjax.execution.options import LoadOptions
 from fastjax.execution.places import fill_tree
 from fastjax.execution.stacks import plan_layers
 from fastjax.models.layout import LayerStack
+from fastjax.models.module_names import frozen_arrays
 from fastjax.models.precision import Precision
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
@@ -65,7 +66,7 @@ def load_weights(
     """
     stored = {path: (FORMATS[opened.format(path)], opened.decoded_dtype(path).name) for path in opened.specs}
     reader = _Reader(opened, choose_formats(opened.specs.values(), stored, options, precision))
-    plan = plan_stacks(config, reader.formats, precision, execution)
+    plan = plan_stacks(config, reader.formats, options, precision, execution)
     where: Any = {"trained": options.full_finetuning, "offload_layers": options.offload_layers, "mesh": mesh}
     tree = fill_tree(config, plan, reader.arrays(), **where)
     reader.check_finite(options, precision)
@@ -163,18 +164,26 @@ def choose_formats(
 
 
 def plan_stacks(
-    config: ModelConfig, formats: Mapping[str, WeightFormat], precision: Precision, execution: Execution
+    config: ModelConfig,
+    formats: Mapping[str, WeightFormat],
+    options: LoadOptions,
+    precision: Precision,
+    execution: Execution,
 ) -> tuple[LayerStack, ...]:
     """Arrange the layers whose weights have these formats.
 
     Args:
         config: the model's.
         formats: by the weight's path.
+        options: of loading it; the layers of a stack are trained alike.
         precision: the dtypes, and the modules that stay in float32.
         execution: its loop, and the policy that the layers of one stack have in common.
     """
     count = config.num_hidden_layers
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), execution.policy(i)} for i in range(count)]
+    for path in frozen_arrays(config, options.unfrozen_parameters):
+        if path.layer is not None:
+            kinds[path.layer].add(path.inside)
     for name, form in formats.items():
         path = WeightPath.parse(name)
         if path.layer is not None:
@@ -249,7 +258,7 @@ def random_weights(
         for spec in (*between, *last):
             yield weight(spec, jax.random.fold_in(key, 1))
 
-    plan = plan_stacks(config, {}, precision, execution)
+    plan = plan_stacks(config, {}, options, precision, execution)
     where: Any = {"trained": trained, "offload_layers": options.offload_layers, "mesh": mesh}
     return plan, fill_tree(config, plan, everything(), **where)
 

@@ -20,11 +20,11 @@ from convert.model.config import ModelConfig
 from convert.model.spec import QUANTIZED
 from convert.trained_over import TrainedOver, held_as
 from convert.weights import Weights, match_weights
-from fastjax.data.tokenizer import TOKENIZER_FILES, add_tokens, load_tokenizer, vocabulary_size
+from fastjax.data.tokenizer import TOKENIZER_FILES, add_tokens, load_tokenizer, set_special_tokens, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.options import LoadOptions
 from fastjax.lora.fit import OpenAdapter, open_fitting
-from fastjax.models.module_names import module_paths
+from fastjax.models.module_names import frozen_arrays, module_paths
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.vocabulary import check_vocabulary, with_vocab_size
 
@@ -107,11 +107,13 @@ def open_folder(source: Source, options: LoadOptions, *, weights: bool = True, t
         config = read_config(hf_config)
     length = row_length(options, config)
     module_paths(options.float32_modules or (), config)
+    frozen_arrays(config, options.unfrozen_parameters)
     loaded, known, new_ids = None, config.vocab_size, []
-    if tokenizer or new_tokens or any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if tokenizer or new_tokens or options.special_tokens or any((folder / name).is_file() for name in TOKENIZER_FILES):
         loaded = load_tokenizer(folder)
         known = min(vocabulary_size(loaded), config.vocab_size)
         new_ids = add_tokens(loaded, new_tokens, config.vocab_size) if new_tokens else []
+        set_special_tokens(loaded, options.special_tokens or {})
         if new_ids:
             rows = max(config.vocab_size, vocabulary_size(loaded))
             config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Interval, Predicate
+from annotated_types import Interval, MinLen, Predicate
 
 from fastjax.errors import ConfigError
 from fastjax.execution.policies import POLICIES
@@ -61,9 +61,15 @@ class LoadOptions:
     then. null: as dtype."""
     full_finetuning: bool = False
     """train every weight instead of an adapter."""
+    unfrozen_parameters: Annotated[list[str], MinLen(1)] | None = None
+    """with full_finetuning: the weights that are trained, the others stay: regular expressions for the beginnings of
+    names in the folder's files, in which a layer may count from the end, as model.layers.-1.; null: every weight."""
     new_tokens: list[NewToken] | None = None
     """tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean of the
     others."""
+    special_tokens: dict[Literal["bos_token", "eos_token", "unk_token", "pad_token"], str] | None = None
+    """the tokenizer's special tokens by their role, such as {eos_token: "<|im_end|>"}, each a token that it has or one
+    of new_tokens; saved with it. null: the folder's."""
     rope_scaling: dict[str, Any] | None = None
     """replaces the scaling of the rotary positions, for longer contexts, as config.json has it: {rope_type: yarn,
     factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from the length that the model
@@ -103,6 +109,9 @@ class LoadOptions:
             ("base_compute", trained or narrow, ""),
             ("load_in_4bit", trained, frozen),
         )
+        if self.unfrozen_parameters is not None and not self.full_finetuning:
+            where = full_name(self, "unfrozen_parameters")
+            raise ConfigError(f"{where}: expected null without {full_name(self, 'full_finetuning')}: true, got some")
         for name, beside, reason in rules:
             value = getattr(self, name)
             if value and beside:

@@ -47,7 +47,7 @@ def zero_weights(
         return FORMATS[weights.format(spec.path)], weights.decoded_dtype(spec.path).name
 
     formats = choose_formats(config.specs, {spec.path: stored(spec) for spec in config.specs}, options, precision)
-    plan = plan_stacks(config, formats, precision, execution)
+    plan = plan_stacks(config, formats, options, precision, execution)
     block = _block(hf_config)
 
     @functools.cache  # layers are alike

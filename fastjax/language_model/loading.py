@@ -21,6 +21,7 @@ from fastjax.execution.load import load_weights, random_weights
 from fastjax.execution.opening import OpenModel, open_pretrained, row_length
 from fastjax.execution.options import LoadOptions
 from fastjax.execution.precision import dtype_name, make_precision
+from fastjax.execution.unfrozen import freeze
 from fastjax.execution.zeros import zero_weights
 from fastjax.language_model.adapters import add_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
@@ -29,6 +30,7 @@ from fastjax.language_model.other_names import ADAPTER, LOADING, qat_scheme_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.lora.settings import LoraSettings, tables_note
 from fastjax.models.decoder import Decoder
+from fastjax.models.module_names import frozen_arrays
 from fastjax.models.new_rows import grown
 from fastjax.models.vocabulary import check_vocabulary
 from fastjax.options.keywords import keywords
@@ -96,7 +98,7 @@ class FastLanguageModel:
         LoadOptions,
         _load_options,
         positional=("max_seq_length", "dtype", "load_in_4bit"),
-        without=("new_tokens", "rope_scaling", "allow_nonfinite"),
+        without=("new_tokens", "special_tokens", "rope_scaling", "allow_nonfinite"),
         defaults={"load_in_4bit": False},
     )
     def from_config(
@@ -313,6 +315,7 @@ def _of_decoder(decoder: Decoder, hf_config: Mapping[str, Any], options: LoadOpt
     assert isinstance(execution, Execution)
     if options.offload_layers:
         check_host_layers(decoder.plan, options.full_finetuning)
+    freeze(decoder, frozen_arrays(decoder.config, options.unfrozen_parameters))
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if options.full_finetuning else nnx.Nothing(), ...)
     frozen = nnx.to_pure_dict(frozen)
     leaves = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))

@@ -274,7 +274,8 @@ def _has_own_tokenizer(model: LanguageModel) -> bool:
     """Whether the tokenizer differs from the checkpoint's, whose files are copied byte for byte."""
     if model.folder is None or model.new_token_ids:
         return True
-    return getattr(model.tokenizer, "chat_template", None) != load_tokenizer(model.folder).chat_template
+    own, base = model.tokenizer, load_tokenizer(model.folder)
+    return any(getattr(own, name, None) != getattr(base, name) for name in ("chat_template", "special_tokens_map"))
 
 
 def _new_ends(model: LanguageModel) -> list[int]:

@@ -1,8 +1,9 @@
-"""The modules named in `float32_modules` and in other settings. No JAX."""
+"""The modules named in `float32_modules` and in other settings, and the weights in `unfrozen_parameters`. No JAX."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
-from convert.errors import shown
+from convert.errors import shorten, shown
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, TABLES, WeightPath
 from fastjax.errors import ConfigError
@@ -37,6 +38,49 @@ def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "floa
     if config.tie_word_embeddings and selected & set(TABLES):
         selected.add(WeightPath(None, "", EMBEDDING, ""))  # one array for both: it is held once
     return frozenset(selected)
+
+
+def frozen_arrays(config: ModelConfig, patterns: Sequence[str] | None) -> frozenset[WeightPath]:
+    """The paths in memory of the arrays that are not trained.
+
+    Args:
+        config: the model's.
+        patterns: as `LoadOptions.unfrozen_parameters`; None: all are trained.
+
+    Raises:
+        ConfigError: no regular expression, one that fits no name, or one that fits some projections of one array.
+    """
+    if patterns is None:
+        return frozenset()
+    try:
+        wanted = {text: re.compile(text) for text in patterns}
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"unfrozen_parameters: expected regular expressions, got {patterns}: {error}") from None
+    used: set[str] = set()
+    parts: dict[WeightPath, set[bool]] = {}
+    names: dict[WeightPath, list[str]] = {}
+    for spec in config.specs:
+        layer = spec.path.layer
+        calls = [spec.name]
+        if layer is not None:  # from the end, too
+            calls.append(spec.name.replace(f"layers.{layer}.", f"layers.{layer - config.num_hidden_layers}.", 1))
+        fitting = {text for text, pattern in wanted.items() if any(map(pattern.match, calls))}
+        used |= fitting
+        group = None if layer is None or spec.group is None else config.groups(layer)[spec.group]
+        path = spec.path if group is None else group.path.in_layer(layer).with_leaf(spec.path.leaf)
+        parts.setdefault(path, set()).add(bool(fitting))
+        names.setdefault(path, []).append(spec.name)
+    if missing := [text for text in wanted if text not in used]:
+        some = ", ".join(sorted({re.sub(r"layers[.]\d+", "layers.0", spec.name) for spec in config.specs}))
+        raise ConfigError(
+            f"unfrozen_parameters: {shown(missing[0])}: expected the beginning of a name, got one that none has; there "
+            f"are {shorten(some, 1000)}"
+        )
+    if mixed := next((path for path, trained in parts.items() if len(trained) > 1), None):
+        raise ConfigError(
+            f"unfrozen_parameters: expected all or none of {', '.join(names[mixed])}, which are one array, got some"
+        )
+    return frozenset(path for path, trained in parts.items() if trained == {False})
 
 
 def _paths(config: ModelConfig) -> Iterable[WeightPath]:

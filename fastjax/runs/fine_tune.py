@@ -137,8 +137,9 @@ def _read_back(run: Run) -> FineTuned | str:
     config, folder = run.config, run.folder
     if (problem := damage(folder)) is not None:
         return problem
-    if config.model.full_finetuning:  # its folder has the new tokens and the scaling
-        model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
+    if config.model.full_finetuning:  # its folder has the tokens and the scaling
+        made = dict.fromkeys(("new_tokens", "special_tokens", "rope_scaling"))
+        model = dataclasses.replace(config.model, model_name=str(folder.result), **made)
         result = dataclasses.replace(config, model=model)
     else:
         if base := read_rows(folder.metrics)[-1].get("base"):

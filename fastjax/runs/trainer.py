@@ -305,7 +305,8 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
     else:
         name = "random weights" if model.folder is None else str(model.folder)
     options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(LoadOptions)}
-    options |= {"new_tokens": None, "rope_scaling": None}  # the model in memory has them, also when the run is resumed
+    # The model in memory has them, also when the run is resumed.
+    options |= dict.fromkeys(("new_tokens", "special_tokens", "rope_scaling"))
     section = ModelSection(name, **options)
     lora = LoraSection()
     if model.lora is not None:

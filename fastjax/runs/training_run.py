@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh
 
 from convert.errors import shown
@@ -16,6 +17,7 @@ from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.saving import save_pretrained
 from fastjax.language_model.variants import with_start
+from fastjax.models.decoder import Decoder
 from fastjax.parallel import place, row_shardings
 from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
@@ -38,7 +40,7 @@ from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import LoopState, Observer, fit, sent_ahead
 from fastjax.training.metrics import Evaluation, Throughput, peak_memories
 from fastjax.training.observers import Evaluating, Finite, Metrics, Saving, SinkWriter
-from fastjax.training.preferences import reference_log_probs
+from fastjax.training.preferences import document_scores, reference_log_probs
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_forward, make_probe
 from fastjax.training.watchdog import Watchdog
@@ -197,7 +199,8 @@ class TrainingRun:
     def _add_references(self) -> None:
         """Add the log-probabilities of the reference to the data, which begins where the policy does."""
         run, trainable = self.run, self.state.trainable
-        forward = make_forward(run.model.graphdef, run.model.trainable_filter, reference_log_probs, **self._how)
+        of = _log_probs if run.model.full_finetuning else reference_log_probs  # nothing has moved yet
+        forward = make_forward(run.model.graphdef, run.model.trainable_filter, of, **self._how)
 
         def program(batch: Batch) -> Any:
             return on_host(forward(trainable, run.model.frozen, self._send(batch)))
@@ -304,6 +307,11 @@ class TrainingRun:
             return
         when = " before training" if step == 0 else ", see the report"
         reporting.tell(step, "answered", f"answered {len(answers)} held-out prompts{when}", samples=answers)
+
+
+def _log_probs(model: Decoder, trainable_filter: Filter, rows: Any) -> Any:
+    """The documents' log-probabilities under the model itself."""
+    return document_scores(model, trainable_filter, rows).log_probs
 
 
 def _flops_per_token(run: Run) -> float | None:

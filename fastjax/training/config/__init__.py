@@ -132,9 +132,10 @@ def _rules(config: TrainConfig) -> Iterator[tuple[str, tuple[Any, ...], str, str
     if config.preferences.loss is not None:
         for key, allowed in _WITH_PREFERENCES.items():
             yield key, allowed, loss, ""
-    if config.preferences.needs_reference:
+    if config.preferences.reference_in_step:
         reason = f"{loss}, whose reference is the model as training begins"
-        yield "model.full_finetuning", (False,), reason, "; orpo and simpo need none"
+        way_out = "; with preferences.precompute_ref_log_probs: true it is computed before; orpo and simpo need none"
+        yield "model.full_finetuning", (False,), reason, way_out
     grouped = {"without data.packing: false": config.data.packing, "for streamed data": config.streams}
     for reason, applies in grouped.items():
         if applies:

@@ -11,9 +11,9 @@ from fastjax.options import checked
 class _DataSets:
     train: str | list[str | DataSource]
     """a file, a folder, or a name that `datasets.load_dataset` takes; or a list of these, or of sections with path,
-    name, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT), prompt and
-    completion, instruction, input and output, text, or input_ids (with labels); with preferences.loss prompt, chosen
-    and rejected, or prompt, completion and label. If one is streamed, all are."""
+    name, data_files, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT),
+    prompt and completion, instruction, input and output, text, or input_ids (with labels); with preferences.loss
+    prompt, chosen and rejected, or prompt, completion and label. If one is streamed, all are."""
     eval: str | list[str | DataSource] | None = None
     """held-out data, named in the same way; null: none but those of val_set_size."""
 
@@ -37,6 +37,8 @@ class DataSection(DataOptions, _DataSets):
         if size is not None and (self.eval is not None or any(source.streaming for source in self.sources("train"))):
             beside = "data.eval" if self.eval is not None else "streaming: true in data.train"
             raise ConfigError(f"data.val_set_size: expected null beside {beside}, got {size}")
+        if self.deduplicate and any(source.streaming for source in self.sources("train")):
+            raise ConfigError("data.deduplicate: expected false beside streaming: true in data.train, got true")
         if any(source.streaming for source in self.sources("eval")):
             raise ConfigError("data.eval: streaming: expected false, got true; held-out data are read whole")
 

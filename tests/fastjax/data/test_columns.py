@@ -95,6 +95,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
         ),
         # Content in parts.
         (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "value": "a"}], "loss_weight": 0}]},
+            ChatRecord([USER, ANSWER], "w", train=(None, False)),
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
             ChatRecord([USER, ANSWER], "w"),
         ),

@@ -55,6 +55,20 @@ def test_rows_in_memory(write_rows, make_tokenizer):
         prepare([3], tokenizer, 64)
 
 
+@pytest.mark.parametrize("preferences", [None, ("paired", None)])
+def test_an_example_that_an_earlier_one_equals_is_left_out(write_rows, make_tokenizer, preferences):
+    """Of any data set, by what it says and not by where it stands; token ids however many they are."""
+    rows = [{"prompt": "the", "chosen": " user", "rejected": end} for end in (" a", " b", " a")]
+    if preferences is None:
+        rows = [{"text": "a"}, {"text": "b"}, {"text": "a"}, *({"input_ids": [*[5] * 1200, n]} for n in (6, 7, 6))]
+    files = [write_rows(f"{name}.jsonl", rows) for name in ("one", "two")]
+    said = []
+    options = uncached(deduplicate=True)
+    data = prepare(files, make_tokenizer(None), 2048, options, preferences=preferences, progress=said.append)
+    assert data.statistics.examples == (4 if preferences is None else 2)
+    assert "two.jsonl: 6 of 6 are duplicates" in " ".join(said) or preferences
+
+
 def test_nothing_to_train_on_is_an_error(write_rows, make_tokenizer):
     tokenizer = make_tokenizer("llama3")
     empty = write_rows("empty.jsonl", [])

@@ -93,6 +93,11 @@ def test_single_answers_named_columns_and_templates():
     row = {"question": "Sky?", "completion": "Blue.", "label": False}
     found = parse_preference(row, "f:1", {"prompt": "question"}, pairing="unpaired", templated=True)
     assert found.answers == (CHATS[0]._replace(prompt=0),) and found.desirable == (False,)
+    turns = [{"from": "human", "value": "Sky?"}, {"from": "gpt", "value": "Blue."}]
+    last = parse_preference(
+        {"talk": turns, "good": True}, "f:1", {"messages": "talk", "label": "good"}, pairing="unpaired"
+    )
+    assert last.answers[0]._replace(prompt=0) == CHATS[0]._replace(prompt=0) and last.answers[0].prompt == 1
     for label in (0, 1):
         numbered = parse_preference(row | {"label": label}, "f:1", {"prompt": "question"}, pairing="unpaired")
         assert numbered.desirable == (bool(label),) and isinstance(numbered.desirable[0], bool)

@@ -62,6 +62,7 @@ def test_patterns_and_slices(ten, write_rows, tmp_path):
     write_rows("other.jsonl", [{"text": "a"}])
     (tmp_path / "notes.txt").write_text("no data")
     assert texts(f"{tmp_path}/*") == ["a", *map(str, range(10))]
+    assert texts(DataSource(str(tmp_path), data_files=["t*.jsonl", "other.jsonl"])) == [*map(str, range(10)), "a"]
     slices = {"[:2]": "01", "[8:]": "89", "[-2:]": "89", "[:-7]": "012", "[:20%]": "01", "[25%:50%]": "234", "[:]": ""}
     for split, expected in slices.items():
         assert texts(DataSource(str(ten), split=f"train{split}")) == list(expected or "0123456789")
@@ -117,6 +118,8 @@ def test_what_datasets_loads(write_rows, tmp_path, streaming):
         (DataSource("ten.jsonl", split="test"), ConfigError, "split: expected train, or a part of it .* got test"),
         (DataSource("ten.jsonl", split=f"train[:{'9' * 5000}]"), ConfigError, "split: expected train, or a part of it"),
         (DataSource("ten.jsonl", name="main"), ConfigError, "name: expected none for files, got main"),
+        (DataSource("ten.jsonl", data_files=["a"]), ConfigError, "data_files: expected null for a file, got"),
+        (DataSource(".", data_files=["ten.jsonl", "no.*"]), FileNotFoundError, "no file that ends in .* this name"),
         ("notes.txt", ConfigError, "expected a file that ends in .jsonl"),
         ("someone/something", DataError, "someone/something: datasets.load_dataset cannot read it"),
         ([], ConfigError, "expected at least one data set, got none"),
