@@ -50,8 +50,9 @@ def main(argv: Sequence[str]) -> None:
 def written(job: Job) -> str:
     """The YAML file of an import, with what was not carried over in its comments."""
     lines = [f"# From {job.tool.name}'s {shown(str(job.file))}, by fastjax import-config."]
-    if job.not_carried:
-        lines += ["# Not carried over:", *(f"#   {_line(key)}: {_line(why)}" for key, why in job.not_carried.items())]
+    for title, keys in (("Not carried over", job.not_carried), ("Needed", job.notes)):
+        if keys:
+            lines += [f"# {title}:", *(f"#   {_line(key)}: {_line(why)}" for key, why in keys.items())]
     config = job.config
     sections = {
         name: {field.name: config[name][field.name] for field in fields(section) if field.name in config[name]}
@@ -79,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="fastjax import-config",
         description="Turn the YAML file of a run of Axolotl, LLaMA-Factory or torchtune, supervised or over "
         "preferences, into one for `fastjax train`, and list the keys that are not needed here and those that have no "
-        "equivalent. A key without which another model would come out is an error.",
+        "equivalent, and what the run needs: a family that there is, the network. A key without which another model "
+        "would come out is an error.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the tool's file")
@@ -110,7 +112,8 @@ def _show(job: Job, output: Path, console: Console) -> None:
         value = yaml.dump(line.value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize).split("\n")[0]
         note = f"  ({line.note})" if line.note else ""
         say(console, f"  {line.key:<{_WIDTH}}  {line.setting}: {value}{note}")
-    for title, keys in (("not needed", job.not_needed), ("not carried over", job.not_carried)):
+    others = {"not needed": job.not_needed, "not carried over": job.not_carried, "needed": job.notes}
+    for title, keys in others.items():
         if keys:
             say(console, f"\n{title} ({len(keys)})")
         for reason in dict.fromkeys(keys.values()):

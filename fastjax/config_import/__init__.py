@@ -1,8 +1,9 @@
 """Settings of other tools' fine-tuning runs as settings of `fastjax train`.
 
 A tool is a table of its keys (`job.Tool`) and a few functions for keys that belong together, such as those of its
-data sets. All write into one `Job`, in which every key of the file ends up in one of four lists: carried over, not
-needed, not carried over, or refused, which ends the import. The names and defaults are those that the tools document.
+data sets; `reasons` has the keys of all tools without a setting here. All write into one `Job`, in which every key of
+the file ends up in one of four lists: carried over, not needed, not carried over, or refused, which ends the import.
+The names and defaults are those that the tools document.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from fastjax.config_import.axolotl import AXOLOTL
 from fastjax.config_import.engine import import_settings
 from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.llama_factory import LLAMA_FACTORY
+from fastjax.config_import.llama_factory_v1 import LLAMA_FACTORY_V1
 from fastjax.config_import.torchtune import TORCHTUNE
 from fastjax.errors import ConfigError
 
 __all__ = ["TOOLS", "Job", "import_settings", "tool_of"]
 
-TOOLS: dict[str, Tool] = {tool.name: tool for tool in (AXOLOTL, LLAMA_FACTORY, TORCHTUNE)}
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (AXOLOTL, LLAMA_FACTORY, LLAMA_FACTORY_V1, TORCHTUNE)}
 
 
 def tool_of(content: Mapping[Any, Any], file: Path) -> Tool:

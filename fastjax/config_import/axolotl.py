@@ -6,22 +6,7 @@ from typing import Any
 from fastjax.config_import import shared
 from fastjax.config_import.axolotl_data import data, preferences
 from fastjax.config_import.job import Job, Tool
-from fastjax.config_import.shared import (
-    FLOAT8,
-    KERNELS,
-    OTHER,
-    PARALLEL,
-    RECOMPUTE,
-    REFERENCE,
-    cadence,
-    fake_quantisation,
-    optimizer,
-    precision,
-    schedule,
-    warmup,
-)
-
-_LOG = "no such tracker; output.report_to has tensorboard and wandb"
+from fastjax.config_import.reasons import KERNELS, LOG
 
 #: What PEFT adapts where Axolotl names nothing, in Llama, Mistral, Qwen and Gemma.
 _PEFT_TARGETS = ["q_proj", "v_proj"]
@@ -50,17 +35,17 @@ def _base(job: Job) -> None:
 
 def _method(job: Job) -> None:
     """LoRA, QLoRA or full fine-tuning; the base in 4, 8 or 16 bits."""
-    adapter, four = job.take("adapter", str), job.flag("load_in_4bit")
+    adapter, four, eight = job.take("adapter", str), job.flag("load_in_4bit"), job.flag("load_in_8bit")
     if adapter not in (None, "lora", "qlora"):
         job.refused["adapter"] = "there are lora, qlora and none (full fine-tuning)"
-    elif adapter is None:
+    if adapter is None:
         job.carry("adapter", "model.full_finetuning", True, "no adapter is named")
         job.carry("load_in_4bit", "model.load_in_4bit", False, "a base that is trained has 16 bits or more")
     else:
+        four = four or adapter == "qlora"
+        key, note = ("load_in_8bit", "the base in 16 bits instead of 8") if eight and not four else ("load_in_4bit", "")
         job.carry("adapter", "model.full_finetuning", False)
-        job.carry("load_in_4bit", "model.load_in_4bit", four or adapter == "qlora")
-    if job.flag("load_in_8bit"):
-        job.not_carried["load_in_8bit"] = "no base in 8 bits: it stays in 16; model.load_in_4bit: true takes a quarter"
+        job.carry(key, "model.load_in_4bit", four, note)
     targets = job.take("lora_target_modules")
     if job.flag("lora_target_linear") or targets == "all-linear":
         pass  # lora.target_modules: null is every projection
@@ -81,18 +66,21 @@ def _rows(job: Job) -> None:
 
 
 def _schedule(job: Job) -> None:
-    schedule(job, "lr_scheduler", "lr_scheduler_kwargs", default="cosine")
-    warmup(job, "warmup_steps", "warmup_ratio")
+    lowest = job.number("cosine_min_lr_ratio")
+    if lowest is not None and lowest < 1:  # 1: it does not fall, which is the schedule constant
+        job.carry("cosine_min_lr_ratio", "optimizer.min_lr_ratio", lowest)
+    shared.schedule(job, "lr_scheduler", "lr_scheduler_kwargs", default="cosine")
+    shared.warmup(job, "warmup_steps", "warmup_ratio")
     given = [job.values.get(key) for key in ("warmup_steps", "warmup_ratio")]
     if given == [None, None] and job.values.get("lr_scheduler") != "constant":
         note = f"{job.tool.name}'s default, at most 100 steps there"
         job.carry("warmup_ratio", "optimizer.warmup_ratio", 0.03, note)
-    optimizer(job, "optimizer")
+    shared.optimizer(job, "optimizer")
 
 
 def _precision(job: Job) -> None:
     flags = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "float32": "float32"}
-    precision(job, flags, param_dtype=job.values.get("adapter") is None)
+    shared.precision(job, flags, param_dtype=job.values.get("adapter") is None)
     if job.values.get("bf16") is False and "model.dtype" not in job.carried:
         job.carry("bf16", "model.dtype", "float32", "no 16-bit dtype is named")
 
@@ -100,7 +88,7 @@ def _precision(job: Job) -> None:
 def _checkpoints(job: Job) -> None:
     """When to save and to evaluate."""
     for kind, setting in (("save", "output.save_steps"), ("eval", "training.eval_steps")):
-        cadence(job, f"{kind}_steps", setting)
+        shared.cadence(job, f"{kind}_steps", setting)
         strategy, times = job.take(f"{kind}_strategy", str), job.number(f"{kind}s_per_epoch")
         if times and setting not in job.carried:
             _per_epoch(job, f"{kind}s_per_epoch", times, setting)
@@ -137,18 +125,24 @@ def _trackers(job: Job) -> None:
 
 
 def _tokens(job: Job) -> None:
+    """New tokens and special ones; rows are filled without a token, and none is unknown."""
     tokens = job.take("tokens", list[Any] | dict[str, Any])
-    given = {f"special_tokens.{key}": value for key, value in job.mapping("special_tokens").items()}
+    given = [("special_tokens", role, value) for role, value in job.mapping("special_tokens").items()]
     if isinstance(tokens, dict):
-        given |= {f"tokens.{key}": value for key, value in tokens.items()}
-    for where, value in given.items():
-        if where.endswith(".pad_token") or not value:
-            job.not_needed[where] = "rows are filled without one"
-        elif where.endswith(".additional_special_tokens"):
+        given += [("tokens", role, value) for role, value in tokens.items()]
+    special = {}
+    for section, role, value in given:
+        where = f"{section}.{role}"
+        if role in ("pad_token", "unk_token") or not value:
+            job.not_needed[where] = "rows are filled without one, and no part of a text is unknown"
+        elif role == "additional_special_tokens":
             job.carry(where, "model.new_tokens", value)
+        elif role in ("bos_token", "eos_token"):
+            special[where] = (role, value)
         else:
-            reason = "the tokenizer's own is taken; another is set in the folder's tokenizer_config.json"
-            job.not_carried[where] = reason
+            job.not_carried[where] = "model.special_tokens has bos_token and eos_token"
+    if special:
+        job.carry(", ".join(special), "model.special_tokens", dict(special.values()))
     if isinstance(tokens, list) and tokens:
         job.carry_more("tokens", "model.new_tokens", tokens)
 
@@ -160,7 +154,7 @@ def _qat(job: Job) -> None:
         embedding = given.get("quantize_embedding")
         weights, activations = (None, None) if embedding else _QAT.get(" ".join(map(str, wanted)), (None, None))
         size, start = given.get("group_size") or 32, given.get("fake_quant_after_n_steps")
-        fake_quantisation(job, "qat", weights, size, activations, start)
+        shared.fake_quantisation(job, "qat", weights, size, activations, start)
 
 
 def _plugins(job: Job) -> None:
@@ -170,23 +164,37 @@ def _plugins(job: Job) -> None:
         if short.startswith(_FAST):
             job.not_needed[f"plugins: {short}"] = KERNELS
         elif short.startswith("swanlab"):
-            job.not_carried[f"plugins: {short}"] = _LOG
+            job.not_carried[f"plugins: {short}"] = LOG
         else:
             job.refused[f"plugins: {short}"] = "there are no plugins, and this one may change what is trained"
 
 
-def _rope(job: Job) -> None:
+def _config(job: Job) -> None:
+    """Changes of config.json."""
     changes = {**job.mapping("overrides_of_model_config"), **job.mapping("model_config")}
     rope = job.mapping("rope_scaling") or job.checked("rope_scaling", changes.pop("rope_scaling", {}))
     if rope:
         renamed = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
         job.carry("rope_scaling", "model.rope_scaling", renamed)
+    if changes.pop("output_router_logits", False):
+        factor = job.to_number("model_config.router_aux_loss_coef", changes.pop("router_aux_loss_coef", 0.001))
+        note = "config.json's own factor there, most often 0.001 or 0.02"
+        job.carry("model_config.output_router_logits", "training.router_aux_loss_coef", factor, note)
     for key in changes:
-        job.refused[f"model_config.{key}"] = (
-            "training.router_aux_loss_coef adds the load-balancing loss; leave the key out"
-            if key == "output_router_logits"
-            else "config.json comes from the base model's folder; set it there"
-        )
+        job.refused[f"model_config.{key}"] = "config.json comes from the base model's folder; set it there"
+
+
+def _unfrozen(job: Job) -> None:
+    """The weights that full fine-tuning changes; a model beside a vision tower is all that there is here."""
+    names = job.names("unfrozen_parameters")
+    if not names:
+        return
+    if all(re.match(r"\^?(model\.)?(language_model|lm_head|embed_tokens)", name) for name in names):
+        job.not_needed["unfrozen_parameters"] = "the language model, all that is read"
+    elif "model.full_finetuning" in job.carried and job.carried["model.full_finetuning"].value:
+        job.carry("unfrozen_parameters", "model.unfrozen_parameters", names)
+    else:
+        job.refused["unfrozen_parameters"] = "weights that are trained beside an adapter are lora.modules_to_save"
 
 
 SETTINGS = {
@@ -196,10 +204,10 @@ SETTINGS = {
     "peft_layers_to_transform:layers_to_transform peft_use_dora:use_dora peft_use_rslora:use_rslora "
     "peft_init_lora_weights:init_lora_weights peft_trainable_token_indices:trainable_token_indices "
     "peft_ensure_weight_tying:ensure_weight_tying lora_model_dir:adapter",
-    "optimizer": "embedding_lr:embedding_learning_rate cosine_min_lr_ratio:min_lr_ratio adam_eps:adam_epsilon",
+    "optimizer": "embedding_lr:embedding_learning_rate adam_eps:adam_epsilon",
     "training": "num_epochs:num_train_epochs max_steps eval_batch_size:per_device_eval_batch_size "
     "early_stopping_patience noisy_embedding_alpha:neftune_noise_alpha",
-    "data": "chat_template_kwargs",
+    "data": "chat_template_kwargs dataset_exact_deduplication:deduplicate",
     "output": "output_dir auto_resume_from_checkpoints:resume",
     "parallel": "dp_replicate_size:data dp_shard_size:fsdp context_parallel_size:context "
     "sequence_parallel_degree:context tensor_parallel_size:tensor expert_parallel_size:expert",
@@ -207,90 +215,13 @@ SETTINGS = {
 
 DEFAULTS = {"sequence_len": 512, "lora_r": 8, "lora_alpha": 8, "output_dir": "./model-out"}
 
-NOT_NEEDED = {
-    "config.json and the tokenizer's files say it": "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy "
-    "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
-    "no code of a model's folder is run": "trust_remote_code",
-    RECOMPUTE: "gradient_checkpointing gradient_checkpointing_kwargs activation_offloading selective_checkpointing",
-    KERNELS: "flash_attention xformers_attention sdp_attention flex_attention attn_implementation eager_attention "
-    "flash_attn_* flex_attn_* liger_* cut_cross_entropy chunked_cross_entropy* torch_compile* lora_mlp_kernel "
-    "lora_qkv_kernel lora_o_kernel lora_embedding_kernel use_kernels use_scattermoe use_sonicmoe fused_attn_kernel "
-    "experts_implementation dpo_padding_free dpo_use_logits_to_keep dpo_use_liger_kernel",
-    "model.load_in_4bit holds experts in NF4 too": "quantize_moe_experts",
-    PARALLEL: "use_ray ray_* deepspeed fsdp fsdp_config fsdp_version ddp* deepcompile fsdp_final_state_dict_type "
-    "device device_map local_rank",
-    "products are in model.dtype; in float32 they are never in TF32": "tf32",
-    "prepared data are kept in data.cache_dir": "dataset_prepared_path dataset_processes dataset_num_proc "
-    "dataset_keep_in_memory dataloader_*",
-    "a batch is as long as its longest row": "pad_to_sequence_len pad_to_multiple_of",
-    "as in training": "eval_sample_packing sample_packing_* eval_sequence_len",
-    "the template marks the ends of turns": "eot_tokens tokenizer_save_jinja_files",
-    "nothing to set": "strict debug gc_steps remove_unused_columns",
-    "the metrics have it": "include_tokens_per_second",
-    "rows are shuffled": "shuffle_before_merging_datasets",
-    "projections are linear layers, where PEFT leaves it out": "lora_fan_in_fan_out",
-    "weights are streamed": "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading",
-    "the result is safetensors, a checkpoint whole": "save_safetensors save_only_model",
-    "model.new_tokens does it": "resize_token_embeddings_to_32x mean_resizing_embeddings",
-    "model.mlp_chunk: auto does so for long rows": "tiled_mlp",
-    REFERENCE: "precompute_ref_log_probs",
-    OTHER: "rl_beta orpo_alpha simpo_gamma cpo_alpha kto_* trl dpo_label_smoothing",
-    "a loss that is not finite ends the run, a spike is in the report": "loss_watchdog_threshold "
-    "loss_watchdog_patience",
-}
-
-NOT_CARRIED = {
-    "data.train takes sections with streaming: true": "streaming",
-    "rows are always shuffled": "shuffle_merged_datasets",
-    "NF4 has quantised scales, as with bnb_4bit_use_double_quant": "bnb_config_kwargs",
-    "preferences.max_length limits prompt and answer together": "max_prompt_len",
-    "`fastjax generate` answers prompts": "dpo_generate_during_eval",
-    "wandb reads it from its environment variables (WANDB_MODE, WANDB_RUN_ID)": "wandb_*",
-    _LOG: "mlflow* use_mlflow comet_* use_comet swanlab* use_swanlab trackio* use_trackio use_otel_metrics otel_*",
-    "nothing is uploaded; output.output_dir has the result": "hub_* push_dataset_to_hub hf_use_auth_token",
-    "`fastjax train --resume` goes on from this program's own checkpoints": "resume_from_checkpoint",
-}
-
-REFUSED = {
-    "rows are not deduplicated; do so beforehand": "dataset_exact_deduplication",
-    "no cross-entropy is added to a loss of preferences": "rpo_alpha",
-    "the loss is that of the paper": "dpo_use_weighting dpo_norm_loss dpo_loss_weights",
-    "rl names the loss: dpo, ipo": "dpo_loss_type",
-    "reward models are not carried over; write preferences.loss: reward for one score a text": "reward_model "
-    "process_reward_model",
-    "models of text only": "processor_type image_size freeze_mm_modules",
-    "no bases in GPTQ; 16 bits, NF4, FP8 and compressed-tensors there are": "gptq",
-    FLOAT8: "fp8",
-    "adapters start as lora.init_lora_weights says": "loftq peft",
-    "no ReLoRA": "relora*",
-    "no LISA": "lisa_*",
-    "every weight is trained, or an adapter and lora.modules_to_save": "unfrozen_parameters",
-    "layers are those of config.json": "peft_layer_replication",
-    "one learning rate for all, and LoRA+": "lr_groups optim_args optim_target_modules",
-    "the warm-up is linear, then cosine falls": "lr_quadratic_warmup cosine_constant_lr_ratio",
-    "no such schedule": "jagged_restart_* embedding_lr_scale",
-    "no system message is added; put it into the rows": "default_system_message",
-    "the tokenizer's files say which token has which id; change them there": "added_tokens_overrides",
-    "positions are those of the rows": "use_pose",
-    "the loss is cross-entropy": "use_eaft",
-    "short rows are not dropped; do so beforehand": "min_sample_len",
-    "rows are shuffled": "curriculum_sampling",
-    "the base model's weights are those of its folder": "reinit_weights",
-    "attention is the model's own": "s2_attention",
-    "the model is that of config.json": "scaling_softmax num_labels",
-}
-
 AXOLOTL = Tool(
     "axolotl",
     "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset",
     (
         *(_base, _method, _rows, _schedule, _precision, _checkpoints, _trackers, preferences),
-        *(data, _tokens, _qat, _plugins, _rope),
+        *(data, _tokens, _qat, _plugins, _config, _unfrozen),
     ),
     (shared.SETTINGS, SETTINGS),
     DEFAULTS,
-    NOT_NEEDED,
-    NOT_CARRIED,
-    REFUSED,
-    {"shuffle_merged_datasets": (True,), "dpo_loss_type": (None, [], ["sigmoid"])},
 )

@@ -4,27 +4,30 @@ from pathlib import Path
 from typing import Any
 
 from convert.errors import shorten
+from fastjax.config_import import shared
 from fastjax.config_import.job import Job
-from fastjax.config_import.shared import (
-    LOSSES,
-    NO_RL,
-    ONE_TEMPLATE,
-    PAIR,
-    SYSTEM,
-    TEMPLATES,
-    answer_length,
-    carry_loss,
-    check_speakers,
-    file_of,
-    hold_out,
-    spelling,
-    wants,
-    write_data,
-)
+from fastjax.config_import.reasons import NO_RL
+from fastjax.config_import.shared import LOSSES, ONE_TEMPLATE, PAIR
 from fastjax.data.columns import SHAREGPT_ROLES
+from fastjax.data.template import REASONING
 from fastjax.training.config.preferences import WITH_REFERENCE
 
 _INSTRUCTION = ("instruction", "input", "output")
+_ALPACA = {name: name for name in _INSTRUCTION}
+_QUESTION = {"instruction": "question", "output": "answer"}
+#: A type of instructions → their columns, and the chat template with its wording, or one that is near.
+_INSTRUCTIONS: dict[str, tuple[dict[str, str], str]] = {
+    **dict.fromkeys(("alpaca", "alpaca_instruct", "alpaca:instruct"), (_ALPACA, "alpaca")),
+    **dict.fromkeys(("alpaca:chat", "alpaca_chat", "alpaca_chat.load"), (_ALPACA, "vicuna")),
+    **{"alpaca:phi": (_ALPACA, "phi-3"), "alpaca:chatml": (_ALPACA, "chatml")},
+    **{"alpaca_chat.load_qa": (_QUESTION, "vicuna"), "gpteacher": (_ALPACA | {"output": "response"}, "alpaca")},
+    "alpaca_w_system.load": (_ALPACA | {"system": "system"}, "alpaca"),
+    "alpaca_w_system.load_open_orca": (
+        {"instruction": "question", "output": "response", "system": "system_prompt"},
+        "alpaca",
+    ),
+}
+_KNOWN = ("chat_template", "sharegpt", "completion", *_INSTRUCTIONS)
 #: Second part of a type of pairs → the column of the prompt; None: it is what both answers begin with.
 _PAIRS: dict[str, str | None] = {
     "argilla": "instruction",
@@ -45,11 +48,14 @@ _MESSAGES = {
     "chat_template.argilla": "prompt",
     "chat_template.argilla_chat": None,
 }
+#: A type of a reward model's pairs → the kind of its rows.
+_REWARDS = {"bradley_terry.chat_template": "chat", "bradley_terry.llama3": "llama3"}
 #: Loss → its arguments: the keys, and TRL's defaults.
 _ARGUMENTS: dict[str, dict[str, tuple[str, float | None]]] = {
     "dpo": {"label_smoothing": ("dpo_label_smoothing", None)},
     "kto": {f"{kind}_weight": (f"kto_{kind}_weight", 1.0) for kind in ("desirable", "undesirable")},
     "simpo": {"gamma": ("simpo_gamma", 0.5)},
+    "reward": {"center_rewards_coefficient": ("center_rewards_coefficient", None)},
 }
 #: Keys of a data set that change nothing, or name what others here say.
 _IDLE = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "input_format", "chat_template")
@@ -58,9 +64,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
     "message_field_training": ("train", "weight"),
-    "drop_system_message": (False,),
-    "template_thinking_key": ("reasoning_content",),
-    "field_thinking": ("reasoning_content",),
+    "template_thinking_key": REASONING,
+    "field_thinking": REASONING,
     "split_thinking": (False,),
 }
 
@@ -68,12 +73,18 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 def preferences(job: Job) -> None:
     """The loss with its settings, and the lengths of answers; defaults are TRL's."""
     loss = job.take("rl", str)
+    if loss is None and job.flag("reward_model"):
+        shared.carry_loss(job, "reward_model", "reward", _ARGUMENTS["reward"])
+        shared.wants(job, "num_labels", job.integer("num_labels"), 1, "a reward model has one score")
+        shared.answer_length(job, "sequence_len", 512)
+    elif loss is not None and job.flag("reward_model"):
+        job.refused["reward_model"] = "rl names another loss"
     if loss is None:
         return
     if loss not in LOSSES:
         job.refused["rl"] = f"{shorten(loss, 80)}: {NO_RL}"
         return
-    carry_loss(job, "rl", loss, _ARGUMENTS.get(loss, {}))
+    shared.carry_loss(job, "rl", loss, _ARGUMENTS.get(loss, {}))
     given = {key: value for key in ("trl.beta", "rl_beta", "orpo_alpha") if (value := job.number(key)) is not None}
     used, beta = next(iter(given.items()), ("rl_beta", 0.1))
     job.carry(used, "preferences.beta", beta)
@@ -86,30 +97,30 @@ def preferences(job: Job) -> None:
             job.not_needed["cpo_alpha"] = "SimPO alone, as here"
         else:
             job.refused["cpo_alpha"] = "by it, or by its default of 1, cross-entropy is added; only 0 there is"
-    if loss in WITH_REFERENCE and job.flag("precompute_ref_log_probs"):
-        job.carry("precompute_ref_log_probs", "preferences.precompute_ref_log_probs", True)
-    answer_length(job, "sequence_len", 512)
+    once = "preferences.precompute_ref_log_probs"
+    if loss in WITH_REFERENCE and job.flag("precompute_ref_log_probs") and once not in job.carried:
+        job.carry("precompute_ref_log_probs", once, True)
+    shared.answer_length(job, "sequence_len", 512)
 
 
 def data(job: Job) -> None:
     """Data sets, their template, and what is learnt of them."""
-    listed = [_source(job, f"datasets[{n}]", item) for n, item in enumerate(job.take("datasets", list) or [])]
+    rows_streamed = {"streaming": job.flag("streaming") or None}
+    listed = [source | rows_streamed for source in _sources(job, "datasets")]
     streamed = job.take("pretraining_dataset", list | str | dict[str, Any]) or []
     streamed = streamed if isinstance(streamed, list) else [streamed]
     listed += [_pretraining(job, f"pretraining_dataset[{n}]", item) for n, item in enumerate(streamed)]
     if not listed and not job.refused:
         raise job.wrong("datasets", "at least one data set", None)
-    held_out = [
-        _source(job, f"test_datasets[{n}]", item) for n, item in enumerate(job.take("test_datasets", list) or [])
-    ]
+    held_out = _sources(job, "test_datasets")
     roles = {source.get("learnt", ("assistant",)) for source in (*listed, *held_out) if source["kind"] != "text"}
     kinds = {source["kind"] for source in listed}
-    _template(job, kinds | {source["kind"] for source in held_out})
+    _template(job, [*listed, *held_out])
     if held_out:
-        write_data(job, "test_datasets", held_out, "data.eval")
-    hold_out(job, "val_set_size", listed, named=bool(held_out))
+        shared.write_data(job, "test_datasets", held_out, "data.eval")
+    shared.hold_out(job, "val_set_size", listed, named=bool(held_out))
     if listed:
-        write_data(job, "datasets" if "datasets" in job.taken else "pretraining_dataset", listed)
+        shared.write_data(job, "datasets" if "datasets" in job.taken else "pretraining_dataset", listed)
     if len(roles) > 1:
         job.refused["datasets[].roles_to_train"] = "data.loss_on holds for all data sets"
     if job.flag("train_on_inputs"):
@@ -123,7 +134,8 @@ def data(job: Job) -> None:
     job.carry("sample_packing", "data.packing", job.flag("sample_packing", default=bool(streamed)))
 
 
-def _template(job: Job, kinds: set[str]) -> None:
+def _template(job: Job, sources: list[dict[str, Any]]) -> None:
+    kinds, styles = {source["kind"] for source in sources}, {source.get("style") for source in sources}
     name, file = job.take("chat_template", str), job.take("chat_template_jinja", str)
     inner = {str(item["chat_template"]) for item in job.values.get("datasets") or [] if item.get("chat_template")}
     if len(inner | ({name} - {None})) > 1:
@@ -139,38 +151,45 @@ def _template(job: Job, kinds: set[str]) -> None:
         job.refused["datasets[].type"] = ONE_TEMPLATE
     elif passed_by and passed_by == kinds:
         (kind,) = kinds
+        style = (shared.named_template(str(styles.pop())) if len(styles) == 1 else None) or "alpaca"
         if kind != "texts":
-            job.carry("datasets[].type", "data.chat_template", "alpaca" if kind == "instruction" else kind)
+            job.carry("datasets[].type", "data.chat_template", style if kind == "instruction" else kind)
+        if styles - {style}:
+            job.not_carried["datasets[].type"] = f"its wording: {style}'s is taken; data.chat_template takes a file"
         if name is not None:
             job.not_needed["chat_template"] = "rows of these types do not go through it"
-    elif name in TEMPLATES:
-        job.carry("chat_template", "data.chat_template", name)
-    elif name == "tokenizer_default":
-        job.not_needed["chat_template"] = "data.chat_template: null is the tokenizer's own"
     elif name is not None:
-        job.not_carried["chat_template"] = "the tokenizer's own is taken; data.chat_template names another, or a file"
+        shared.template(job, "chat_template", name)
     if "instruction" in kinds and kinds != {"instruction"}:
         job.not_carried["datasets[].type"] = f"alpaca's wording: {ONE_TEMPLATE}"
 
 
-def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
-    """A data set as a section of data.train, with the kind of its rows and the roles that are learnt."""
+def _sources(job: Job, key: str) -> list[dict[str, Any]]:
+    """Data sets as sections of data.train, each with the kind of its rows and the roles that are learnt."""
+    items = enumerate(job.take(key, list) or [])
+    return [source for n, item in items for source in _source(job, f"{key}[{n}]", item)]
+
+
+def _source(job: Job, where: str, item: Any) -> list[dict[str, Any]]:
     given = job.checked(where, item)
     path = job.checked(f"{where}.path", given.pop("path", None), str)
-    source = {"path": file_of(job, where, path, given.pop("data_files", None)), "name": given.pop("name", None)}
+    files = job.checked(f"{where}.data_files", given.pop("data_files", None), list[str] | str | None)
+    source = {"path": path, "name": given.pop("name", None)}
     if given.get("ds_type") in ("text", "arrow"):
         job.refused[f"{where}.ds_type"] = "files are JSON, CSV or parquet"
     source["split"] = str(given.pop("split", "train"))
-    columns = _columns if job.values.get("rl") is None else _preference_columns
-    source |= columns(job, where, given)
+    plain = "preferences.loss" not in job.carried and job.values.get("rl") is None
+    source |= (_columns if plain else _preference_columns)(job, where, given)
     for key, value in given.items():
         if key in _FIXED and value not in _FIXED[key]:
             job.refused[f"{where}.{key}"] = f"only {str(_FIXED[key][0]).lower()} there is"
         elif key in ("shards", "shards_idx"):
             job.refused[f"{where}.{key}"] = 'a part of the data is its split: "train[:10%]"'
-        elif key not in _FIXED and key not in _IDLE:
+        elif key == "drop_system_message" and value:
+            job.not_carried[f"{where}.{key}"] = "system messages stay; take them out of the rows"
+        elif key not in (*_FIXED, *_IDLE, "drop_system_message"):
             job.not_carried[f"{where}.{key}"] = "unknown to this import"
-    return source
+    return shared.with_files(source, files)
 
 
 def _pretraining(job: Job, where: str, item: Any) -> dict[str, Any]:
@@ -189,17 +208,22 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     """The kind of a data set's rows and their columns, whose keys are removed from `given`."""
     kind = given.pop("type", None)
     if isinstance(kind, dict):
-        for key in ("system_prompt", "system_format", "field_system", "format", "no_input_format"):
+        for key in ("system_prompt", "system_format", "format", "no_input_format"):
             if kind.get(key):
                 why = "rows go through a chat template: data.chat_template takes a Jinja file"
                 job.refused[f"{where}.type.{key}"] = why
-        return {"kind": "chat", "columns": {name: kind.get(f"field_{name}") or name for name in _INSTRUCTION}}
+        named = {name: kind.get(f"field_{name}") or name for name in _INSTRUCTION}
+        system = {"system": kind["field_system"]} if kind.get("field_system") else {}
+        return {"kind": "chat", "columns": named | system}
     if kind == "completion":
         return {"kind": "text", "columns": {"text": given.pop("field", "text")}}
-    if kind == "alpaca":
-        return {"kind": "instruction", "columns": {name: name for name in _INSTRUCTION}}
+    if kind is None:
+        return {"kind": "tokens", "columns": {"input_ids": "input_ids"}}
+    if kind in _INSTRUCTIONS:
+        columns, style = _INSTRUCTIONS[kind]
+        return {"kind": "instruction", "style": style, "columns": columns}
     if kind not in ("chat_template", "chat_template.default", "sharegpt"):
-        job.refused[f"{where}.type"] = f"{kind} is not supported; chat_template, alpaca, completion or fields there are"
+        job.refused[f"{where}.type"] = f"{kind} is not supported; {', '.join(_KNOWN)} or fields there are"
         return {"kind": "chat"}
     usual = ("conversations", "from", "value") if kind == "sharegpt" else ("messages", "role", "content")
     column = given.pop("field_messages", None) or usual[0]
@@ -219,10 +243,10 @@ def _speech(job: Job, where: str, given: dict[str, Any], role: str, content: str
     names = job.checked(key, given.pop("message_property_mappings", {}), dict[str, str])
     role = given.pop("message_field_role", None) or names.pop("role", role)
     content = given.pop("message_field_content", None) or names.pop("content", content)
-    meaning = spelling(job, key, role, content, names)
+    meaning = shared.spelling(job, key, role, content, names)
     roles = job.checked(f"{where}.roles", given.pop("roles", {}))
     listed = {role: names if isinstance(names, list) else [names] for role, names in roles.items()}
-    check_speakers(job, f"{where}.roles", {str(name): role for role, names in listed.items() for name in names})
+    shared.check_speakers(job, f"{where}.roles", {str(name): role for role, names in listed.items() for name in names})
     return meaning
 
 
@@ -239,8 +263,9 @@ def _preference_columns(job: Job, where: str, given: dict[str, Any]) -> dict[str
             answers = {name: f"{name}_response" for name in PAIR}
         if (prompt := prompts[form]) is None:
             return {"kind": template, "columns": answers}
-        job.not_carried[f"{where}.type"] = SYSTEM
         return {"kind": template, "columns": {"prompt": prompt, **answers}}
+    if (style := _REWARDS.get(str(kind))) is not None and job.flag("reward_model"):
+        return {"kind": style, "columns": {"prompt": "input", **PAIR}}
     if isinstance(kind, str) and kind in messages:
         _speech(job, where, given, "role", "content")
         fields = {name: given.pop(f"field_{name}", name) for name in (messages[kind], *PAIR) if name is not None}
@@ -248,7 +273,7 @@ def _preference_columns(job: Job, where: str, given: dict[str, Any]) -> dict[str
         columns = {"prompt" if name == messages[kind] else name: column for name, column in fields.items()}
         return {"kind": "chat", "columns": columns}
     known = ", ".join([*(f"{template}.{form}" for template in _OWN_TEMPLATES for form in prompts), *messages])
-    reason = f"is not supported with rl: {shorten(str(job.values['rl']), 80)}; {known} and fields there are"
+    reason = f"is not supported with rl: {shorten(str(job.values.get('rl')), 80)}; {known} and fields there are"
     job.refused[f"{where}.type"] = f"{shorten(str(kind), 80)} {reason}"
     return {"kind": "chat"}
 
@@ -257,8 +282,10 @@ def _texts(job: Job, where: str, given: dict[str, Any], single: bool) -> dict[st
     """A data set of texts whose type lists its columns."""
     names = ("prompt", "completion", "label") if single else ("prompt", *PAIR)
     for name in names:
-        wants(job, f"{where}.{name}_format", given.pop(f"{name}_format", None), f"{{{name}}}", "texts are as they are")
-    wants(job, f"{where}.field_system", given.pop("field_system", None), None, SYSTEM)
+        shared.wants(
+            job, f"{where}.{name}_format", given.pop(f"{name}_format", None), f"{{{name}}}", "texts are as they are"
+        )
+    shared.wants(job, f"{where}.field_system", given.pop("field_system", None), None, "texts are as they are")
     columns = job.checked(where, {name: given.pop(f"field_{name}", None) or name for name in names}, dict[str, str])
     job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
     return {"kind": "texts", "columns": columns}

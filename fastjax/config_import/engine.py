@@ -6,6 +6,8 @@ from typing import Any
 
 from convert.errors import shorten
 from fastjax.config_import.job import Job, Tool, flat, kind_of
+from fastjax.config_import.needs import note_needs
+from fastjax.config_import.reasons import HARMLESS, REASONS, reason_of
 from fastjax.errors import ConfigError
 from fastjax.options import fits
 
@@ -51,6 +53,7 @@ def import_settings(tool: Tool, content: Mapping[Any, Any], file: Path) -> Job:
     if job.refused:
         reasons = "; ".join(f"{shorten(key, 80)}: {reason}" for key, reason in job.refused.items())
         raise ConfigError(f"{file}: cannot be carried over: {' '.join(reasons.split())}")
+    note_needs(job)
     return job
 
 
@@ -61,10 +64,8 @@ def _pass(job: Job, key: str, value: Any) -> None:
             job.not_needed[key] = _NOTHING
         return
     setting = job.tool.becomes.get(key)
-    reason = job.tool.reasons.get(key) or next(
-        (row for name, row in job.tool.reasons.items() if name.endswith("*") and key.startswith(name[:-1])), None
-    )
-    inside = any(name.startswith(f"{key}.") for name in (*job.tool.becomes, *job.tool.reasons, *job.taken))
+    reason = reason_of(key)
+    inside = any(name.startswith(f"{key}.") for name in (*job.tool.becomes, *REASONS, *job.taken))
     if isinstance(value, Mapping) and value and setting is None and reason is None and inside:
         for name, item in value.items():
             _pass(job, f"{key}.{name}", item)
@@ -80,7 +81,7 @@ def _pass(job: Job, key: str, value: Any) -> None:
         job.not_carried[key] = f"unknown to this import; no setting of {job.tool.name} that it knows"
     else:
         where, why = reason
-        off = value in job.tool.harmless[key] if key in job.tool.harmless else not value
+        off = value in HARMLESS[key] if key in HARMLESS else not value
         harmless = off and where != "not_needed"
         getattr(job, "not_needed" if harmless else where)[key] = _SO_HERE if harmless else why
 
@@ -117,5 +118,6 @@ def _reconcile(job: Job) -> None:
         if streamed and values.get(setting) == "epoch":
             drop(setting, job.not_carried, f"the end of an epoch is not known of streamed data; {setting} takes steps")
     if not {"data.eval", "data.val_set_size"} & set(values):
+        lost = streamed and any("held-out" in why for why in job.not_carried.values())
         for setting in _OF_EVALUATION:
-            drop(setting, job.not_carried, f"{setting} needs data.eval or data.val_set_size, and there is neither")
+            drop(setting, job.not_carried if lost else job.not_needed, "no held-out data, so nothing is evaluated")

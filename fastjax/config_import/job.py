@@ -25,10 +25,6 @@ class Tool:
         groups: functions of a `Job` for keys that belong together; they come first.
         settings: tables of a section here → keys that each become a setting of it, written key:name where these differ.
         defaults: such a key → the tool's own value, where it is another than this program's.
-        not_needed: why a key changes nothing here, whatever its value → such keys.
-        not_carried: why a key has no equivalent → such keys.
-        refused: why the result would be another → such keys.
-        harmless: keys of `not_carried` and `refused` → the values that change nothing; others: those that are off.
         read: the file's content with its references resolved, where the tool has such.
     """
 
@@ -37,10 +33,6 @@ class Tool:
     groups: Sequence[Callable[[Any], None]]
     settings: Sequence[Mapping[str, str]]
     defaults: Mapping[str, Any]
-    not_needed: Mapping[str, str]
-    not_carried: Mapping[str, str]
-    refused: Mapping[str, str]
-    harmless: Mapping[str, Sequence[Any]]
     read: Callable[[Mapping[Any, Any], Path], Mapping[Any, Any]] = lambda content, file: content
 
     @functools.cached_property
@@ -53,12 +45,6 @@ class Tool:
             for entry in text.split()
         ]
         return {key: f"{section}.{name or key}" for section, key, _, name in listed}
-
-    @functools.cached_property
-    def reasons(self) -> dict[str, tuple[str, str]]:
-        """A key without a setting, or the beginning of several → the list of a `Job` that it goes to, and why."""
-        lists = {"not_needed": self.not_needed, "not_carried": self.not_carried, "refused": self.refused}
-        return {key: (name, why) for name, keys in lists.items() for why, text in keys.items() for key in text.split()}
 
 
 class Carried(NamedTuple):
@@ -89,6 +75,7 @@ class Job:
         not_needed: keys without which the run does the same → why.
         not_carried: keys without an equivalent → why, or what to use instead.
         refused: keys without which the result would be another → why.
+        notes: keys that the run needs more for than is known to be here → what.
         taken: keys that a group has read.
     """
 
@@ -99,6 +86,7 @@ class Job:
     not_needed: dict[str, str] = dataclasses.field(default_factory=dict)
     not_carried: dict[str, str] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
     taken: set[str] = dataclasses.field(default_factory=set)
 
     def take(self, key: str, kind: Any = Any) -> Any:

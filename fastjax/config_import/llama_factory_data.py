@@ -1,28 +1,19 @@
-"""LLaMA-Factory's data sets, which dataset_info.json describes, their template, and the stages `dpo` and `kto`."""
+"""LLaMA-Factory's data sets, which dataset_info.json describes, their template, and the stages of preferences."""
 
 from pathlib import Path
 from typing import Any
 
 from convert import strict_json
 from convert.errors import shorten
+from fastjax.config_import import shared
 from fastjax.config_import.job import Job
-from fastjax.config_import.shared import (
-    PAIR,
-    REFERENCE,
-    TEMPLATES,
-    answer_length,
-    carry_loss,
-    check_speakers,
-    hold_out,
-    spelling,
-    wants,
-    write_data,
-)
+from fastjax.config_import.reasons import REFERENCE
+from fastjax.config_import.shared import PAIR
 from fastjax.training.config.preferences import WITH_REFERENCE
 
 INFO = "dataset_info.json"
 #: Stages of preferences.
-STAGES = ("dpo", "kto")
+STAGES = ("dpo", "kto", "rm")
 #: pref_loss, or stage kto → the loss here, and its arguments beside beta.
 _LOSSES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
     "sigmoid": ("dpo", {"label_smoothing": ("dpo_label_smoothing", None)}),
@@ -30,6 +21,7 @@ _LOSSES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
     "orpo": ("orpo", {}),
     "simpo": ("simpo", {"gamma": ("simpo_gamma", 0.5)}),
 }
+_BETA: dict[str, tuple[str, float | None]] = {"beta": ("pref_beta", 0.1)}
 _WEIGHTS = {"desirable_weight": ("kto_chosen_weight", 1.0), "undesirable_weight": ("kto_rejected_weight", 1.0)}
 
 
@@ -38,22 +30,30 @@ def preferences(job: Job) -> None:
     stage = job.values.get("stage")
     if stage not in STAGES:
         return
-    beta: dict[str, tuple[str, float | None]] = {"beta": ("pref_beta", 0.1)}
-    if stage == "kto":
-        carry_loss(job, "stage", "kto", beta | _WEIGHTS)
+    if stage == "rm":
+        shared.carry_loss(job, "stage", "reward", {})
+        shared.answer_length(job, "cutoff_len", 2048)
+    elif stage == "kto":
+        shared.carry_loss(job, "stage", "kto", _BETA | _WEIGHTS)
+        shared.answer_length(job, "cutoff_len", 2048)
     else:
-        name = job.take("pref_loss", str) or "sigmoid"
-        if name not in _LOSSES:
-            job.refused["pref_loss"] = f"{shorten(name, 80)}: {', '.join(_LOSSES)} there are"
-        loss, arguments = _LOSSES.get(name, ("dpo", {}))
-        carry_loss(job, "pref_loss", loss, beta | arguments)
+        carry_pairs(job)
     for key, only in (("pref_ftx", 0), ("pref_bco_weight", 0), ("ld_alpha", 1.0)):
-        wants(job, key, job.number(key), only, "no other loss is added to that of preferences")
-    wants(job, "ref_model", job.take("ref_model", str), None, REFERENCE)
+        shared.wants(job, key, job.number(key), only, "no other loss is added to that of preferences")
+    shared.wants(job, "ref_model", job.take("ref_model", str), None, REFERENCE)
     if "lora.adapter" in job.carried and job.carried["preferences.loss"].value in WITH_REFERENCE:
         reason = "the reference is the base there, and here the adapter to start from; merge it first"
         job.refused["adapter_name_or_path"] = f"{reason} (`fastjax convert merge`)"
-    answer_length(job, "cutoff_len", 2048)
+
+
+def carry_pairs(job: Job) -> None:
+    """Carry a loss of pairs over, by default DPO, and the longest answer."""
+    name = job.take("pref_loss", str) or "sigmoid"
+    if name not in _LOSSES:
+        job.refused["pref_loss"] = f"{shorten(name, 80)}: {', '.join(_LOSSES)} there are"
+    loss, arguments = _LOSSES.get(name, ("dpo", {}))
+    shared.carry_loss(job, "pref_loss", loss, _BETA | arguments)
+    shared.answer_length(job, "cutoff_len", 2048)
 
 
 def data(job: Job) -> None:
@@ -77,24 +77,20 @@ def data(job: Job) -> None:
         for source, weight in zip(listed, weights, strict=False):
             source["weight"] = weight
     listed = [source | {"streaming": streamed or None} for source in listed]
-    hold_out(job, "val_size", listed, named=bool(held_out))
-    write_data(job, "dataset" if rows is None else "dataset, max_samples", listed)
+    shared.hold_out(job, "val_size", listed, named=bool(held_out))
+    shared.write_data(job, "dataset" if rows is None else "dataset, max_samples", listed)
     if held_out:
-        write_data(job, "eval_dataset", held_out, "data.eval")
+        shared.write_data(job, "eval_dataset", held_out, "data.eval")
     _learnt(job, plain)
     template = job.take("template", str)
-    texts = any(source.get("texts") for source in (*listed, *held_out))
-    if plain or template in (None, "default"):
-        if template is not None and not plain:
-            job.not_carried["template"] = "the tokenizer's own is taken; data.chat_template: plain is the nearest"
-    elif template in TEMPLATES:
-        job.carry("template", "data.chat_template", template)
-    elif not texts:
-        reason = "the tokenizer's own chat template is taken, the folder's; data.chat_template names another, or a file"
-        job.not_carried["template"] = reason
+    texts = any(source.get("texts") for source in (*listed, *held_out))  # which need a template
+    if template == "default" and not plain:
+        job.not_carried["template"] = "the tokenizer's own is taken; data.chat_template: plain is the nearest"
+    elif template is not None and not plain:
+        shared.template(job, "template", template)
     if texts and "data.chat_template" not in job.carried:
-        wanted = ", ".join(TEMPLATES)
-        job.refused["template"] = f"rows of texts go through data.chat_template: {wanted}; or write them as messages"
+        wanted = "rows of texts go through data.chat_template, a name or a file; or write them as messages"
+        job.refused["template"] = wanted
 
 
 def _learnt(job: Job, plain: bool) -> None:
@@ -140,7 +136,9 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
         source |= {"columns": _prompt(job, f"{where}.columns", columns, plain, answers), "texts": bool(answers)}
     elif form in ("sharegpt", "openai"):
         texts = _conversation(job, where, columns, tags, form)
-        prompt = {"prompt" if answers and name != "tools" else name: column for name, column in texts.items()}
+        asks = "prompt" if answers.keys() >= PAIR.keys() else "messages"
+        aside = ("tools", "system")
+        prompt = {asks if answers and name not in aside else name: column for name, column in texts.items()}
         source["columns"] = prompt | answers
     else:
         job.refused[f"{where}.formatting"] = "alpaca, sharegpt and openai there are"
@@ -154,58 +152,43 @@ def _refuse(job: Job, where: str, given: dict[str, Any], keys: str, why: str) ->
 
 
 def _answers(job: Job, where: str, columns: dict[str, str], form: str, ranking: bool) -> dict[str, str]:
-    """The columns of a data set's answers; empty: it has no preferences.
-
-    Args:
-        job: the import.
-        where: the data set's description.
-        columns: those that it names; the ones that are used are removed.
-        form: its formatting.
-        ranking: whether it is described as ranked.
-    """
+    """The columns of a data set's answers, which are removed from `columns`; empty: it has no preferences."""
     stage, tag = job.values.get("stage"), columns.pop("kto_tag", None)
     pair = {name: columns.pop(name, name) for name in PAIR}
     if not ranking and tag is None:
         if stage in STAGES:
-            job.refused[where] = "stage dpo takes data sets with ranking: true, stage kto those with columns.kto_tag"
+            reason = "stages dpo and rm take data sets with ranking: true, stage kto those with columns.kto_tag"
+            job.refused[where] = reason
         return {}
-    wanted = "dpo" if ranking else "kto"
-    if stage != wanted:
-        job.refused[where] = f"rows of preferences are for stage {wanted}"
+    wanted = ("dpo", "rm") if ranking else ("kto",)
+    if stage not in wanted:
+        job.refused[where] = f"rows of preferences are for stage {' or '.join(wanted)}"
     if ranking:
         return pair
-    if form != "alpaca":
-        reason = "rows of kto have prompt, completion and label: write the last message apart"
-        job.refused[f"{where}.formatting"] = reason
-    return {"completion": columns.pop("response", "output"), "label": tag or ""}
+    return {"label": tag or ""} | ({"completion": columns.pop("response", "output")} if form == "alpaca" else {})
 
 
 def _prompt(job: Job, where: str, columns: dict[str, str], plain: bool, answers: dict[str, str]) -> dict[str, str]:
     """The columns of texts, instructions or preferences."""
     prompt = columns.pop("prompt", "instruction")
-    if answers:
-        _refuse(
-            job, where, columns, "system history query", "preferences have one column for the prompt: write all there"
-        )
-        return {"prompt": prompt, **answers}
     if plain:
         return {"text": prompt}
-    _refuse(job, where, columns, "system history", "instructions have no such column: write the rows as messages")
-    return {
-        "instruction": prompt,
-        "input": columns.pop("query", "input"),
-        "output": columns.pop("response", "output"),
-    }
+    if answers:
+        _refuse(job, where, columns, "history query", "preferences have one column for the prompt: write all there")
+        named = {"prompt": prompt, **answers}
+    else:
+        usual = {"input": columns.pop("query", "input"), "output": columns.pop("response", "output")}
+        named = {"instruction": prompt, **usual}
+    return named | {name: columns.pop(name) for name in ("system", "history") if name in columns}
 
 
 def _conversation(job: Job, where: str, columns: dict[str, str], tags: dict[str, str], form: str) -> dict[str, str]:
     usual = ("messages", "role", "content") if form == "openai" else ("conversations", "from", "value")
-    meaning = spelling(job, f"{where}.tags", tags.get("role_tag", usual[1]), tags.get("content_tag", usual[2]))
-    _refuse(job, f"{where}.columns", columns, "system", "the system message is one of the messages: put it there")
+    meaning = shared.spelling(job, f"{where}.tags", tags.get("role_tag", usual[1]), tags.get("content_tag", usual[2]))
     roles = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"}
-    check_speakers(job, f"{where}.tags", {tags[tag]: role for tag, role in roles.items() if tag in tags})
+    shared.check_speakers(job, f"{where}.tags", {tags[tag]: role for tag, role in roles.items() if tag in tags})
     named = {meaning: columns.pop("messages", usual[0])}
-    return named | ({"tools": columns.pop("tools")} if "tools" in columns else {})
+    return named | {name: columns.pop(name) for name in ("tools", "system") if name in columns}
 
 
 def _info(job: Job, name: str) -> tuple[dict[str, Any], Path]:
@@ -214,6 +197,8 @@ def _info(job: Job, name: str) -> tuple[dict[str, Any], Path]:
     if given is not None:
         job.not_needed["dataset_dir"] = f"the paths of {INFO}'s files are in data.train"
     beside = job.file.parent
+    if given is not None and given.startswith(("REMOTE:", "ONLINE")):
+        raise job.wrong("dataset_dir", f"a folder: fetch {INFO} from the hub, and name its folder", given)
     for folder in (Path(given or "data"), beside / (given or "data"), beside):
         if (folder / INFO).is_file():
             try:

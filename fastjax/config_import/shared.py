@@ -1,16 +1,19 @@
-"""Keys that several tools have: those of transformers, data sets, and losses of preferences."""
+"""Keys that several tools have: those of transformers, chat templates, data sets, and losses of preferences."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 from convert.errors import shorten, shown
 from fastjax.config_import.job import Job
+from fastjax.config_import.reasons import NAMES
 from fastjax.data.columns import SHAREGPT_ROLES
+from fastjax.data.named_templates import NAMED_TEMPLATES, SAME_TEMPLATES
+from fastjax.training.config.preferences import WITH_REFERENCE
 
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
 
-NAMES = "adamw, adamw_8bit, adafactor, lion and muon there are"
 _SPECTRAL = (
     "its updates have a spectral norm of the learning rate there; with optimizer.name: muon they have AdamW's size, so "
     "set it by hand with a learning rate of AdamW's"
@@ -41,9 +44,6 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd",
 }
 
-#: Chat templates that both the tools and this program have under these names; others are the tokenizer's own.
-TEMPLATES = ("alpaca", "chatml", "gemma", "llama3")
-
 #: Keys that Axolotl has from transformers, and LLaMA-Factory too.
 SETTINGS = {
     "lora": "lora_dropout",
@@ -53,25 +53,19 @@ SETTINGS = {
     "output": "save_total_limit load_best_model_at_end",
 }
 
+#: A chat template by names of the tools alone → its name here.
+_TEMPLATES = {"qwen3_nothink": "qwen3-instruct", "qwen": "qwen-2.5", "llama2": "llama", "mistral_v3_tekken": "mistral"}
+
 #: The kinds of trackers here, as the tools name them.
 TRACKERS = ("tensorboard", "wandb")
 
-PARALLEL = "parallel sizes itself: copies of the model where it fits on one device, else parallel.fsdp"
-FLOAT8 = "model.base_compute: float8 computes a frozen base in it, training.qat: float8 trains for serving in it"
-KERNELS = "kernels are chosen for the GPU by themselves"
 SIXTEEN = "the trained weights have 16 bits there too; float32 keeps small updates"
 #: In torchao 0.18 fake quantisation by token has no symmetric form (NotImplementedError).
 TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quantiser has a zero point besides"
-RECOMPUTE = "model.use_gradient_checkpointing: auto recomputes what the GPU has no memory for"
-
 
 #: The losses that the tools have too, by their names here.
 LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
-NO_RL = "there is no PPO or GRPO; preferences.loss has dpo, ipo, kto, orpo and simpo"
-REFERENCE = "the reference is the model as training begins: without a fresh adapter"
-OTHER = "of another loss, or of none"
 ONE_TEMPLATE = "all rows of a run go through one chat template"
-SYSTEM = "a column of system messages is not read: put each into its prompt, as messages"
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
 
 
@@ -84,6 +78,35 @@ def base_model(job: Job, key: str, revision_key: str) -> None:
         job.carry(key, "model.model_name", name)
     else:
         job.carry(f"{key}, {revision_key}", "model.model_name", f"{name}@{revision}")
+
+
+def template(job: Job, key: str, name: str) -> None:
+    """Carry a chat template over by its name: one that there is, or the tokenizer's own where it is its model's.
+
+    Args:
+        job: the import, with its base model.
+        key: of the template.
+        name: there; punctuation does not count, as in qwen_25 and qwen-2.5.
+    """
+    if (ours := named_template(name)) is not None:
+        job.carry(key, "data.chat_template", ours)
+    elif name == "tokenizer_default":
+        job.not_needed[key] = "data.chat_template: null is the tokenizer's own"
+    elif re.sub("nothink$", "", _letters(name)) in _letters(job.carried["model.model_name"].value):
+        job.not_needed[key] = "this model's, which is its tokenizer's own"
+    else:
+        job.not_carried[key] = "the tokenizer's own is taken; data.chat_template names another, or a file"
+
+
+def named_template(name: str) -> str | None:
+    """The chat template that there is by a name, whose punctuation does not count; None: there is none."""
+    known = {_letters(other): ours for other, ours in {**SAME_TEMPLATES, **_TEMPLATES}.items()}
+    known |= {_letters(ours): ours for ours in NAMED_TEMPLATES}
+    return name if name in NAMED_TEMPLATES else known.get(_letters(name))
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]|unified", "", text.lower())
 
 
 def optimizer(job: Job, key: str) -> None:
@@ -102,7 +125,8 @@ def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
     if name not in SCHEDULES:
         job.refused[key] = f"there is no schedule {shorten(name, 80)}; cosine, linear, constant and wsd there are"
         return
-    job.carry(key, "optimizer.lr_scheduler_type", SCHEDULES[name])
+    flat = job.values.get("cosine_min_lr_ratio") == 1
+    job.carry(key, "optimizer.lr_scheduler_type", "constant" if flat else SCHEDULES[name])
     for argument, value in job.mapping(kwargs).items():
         where = f"{kwargs}.{argument}"
         if argument in ("min_lr_ratio", "min_lr_rate"):
@@ -200,7 +224,7 @@ def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) 
 
 def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train") -> None:
     """Make the setting of data sets, each with its path, name, split, weight and columns."""
-    order = ("path", "name", "split", "weight", "streaming", "columns")
+    order = ("path", "name", "data_files", "split", "weight", "streaming", "columns")
     idle = {"split": "train"}
     listed = [
         {name: source[name] for name in order if source.get(name) not in (None, idle.get(name))} for source in sources
@@ -208,15 +232,17 @@ def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str =
     job.carry(key, setting, listed)
 
 
-def file_of(job: Job, where: str, path: Any, files: Any) -> Any:
-    """A data set's path: its one file, where it is the kind of files that `path` names."""
-    if files is None:
-        return path
-    file = files[0] if isinstance(files, list) and len(files) == 1 else files
-    if path not in ("json", "csv", "parquet") or not isinstance(file, str):
-        job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name: name each as its path"
-        return path
-    return file
+def with_files(source: dict[str, Any], files: Any) -> list[dict[str, Any]]:
+    """A data set with its files: each by itself where `path` names their kind.
+
+    Args:
+        source: the data set.
+        files: a name, or several; None: the data set's own.
+    """
+    names = [files] if isinstance(files, str) else files
+    if names is None or source["path"] not in ("json", "csv", "parquet"):
+        return [source | {"data_files": names}]
+    return [source | {"path": name} for name in names]
 
 
 def check_speakers(job: Job, where: str, roles: Mapping[str, str]) -> None:
@@ -251,6 +277,9 @@ def carry_loss(job: Job, key: str, loss: str, arguments: Mapping[str, tuple[str,
     job.carry(key, "preferences.loss", loss)
     for setting, (argument, default) in arguments.items():
         job.carry_given(argument, f"preferences.{setting}", job.number(argument, default))
+    if loss in WITH_REFERENCE and job.carried["model.full_finetuning"].value:
+        note = "every weight is trained: the reference's log-probabilities are computed before"
+        job.carry(key, "preferences.precompute_ref_log_probs", True, note)
 
 
 def answer_length(job: Job, key: str, default: int, note: str = "") -> None:

@@ -7,21 +7,10 @@ OmegaConf has it.
 import re
 
 from convert.errors import shorten
+from fastjax.config_import import shared
 from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.reasons import NO_RL
 from fastjax.config_import.references import resolved
-from fastjax.config_import.shared import (
-    KERNELS,
-    NO_RL,
-    OPTIMIZERS,
-    OTHER,
-    PARALLEL,
-    RECOMPUTE,
-    REFERENCE,
-    SIXTEEN,
-    answer_length,
-    carry_loss,
-    fake_quantisation,
-)
 from fastjax.config_import.torchtune_data import data
 
 #: A component's last name → the optimizer's name in transformers.
@@ -90,7 +79,7 @@ def _precision(job: Job) -> None:
         raise job.wrong("dtype", ", ".join(_DTYPES), name)
     job.carry("dtype", "model.dtype", _DTYPES[name])
     if job.carried["model.full_finetuning"].value and name != "fp32":
-        job.carry("dtype", "model.param_dtype", _DTYPES[name], SIXTEEN)
+        job.carry("dtype", "model.param_dtype", _DTYPES[name], shared.SIXTEEN)
 
 
 def _optimizer(job: Job) -> None:
@@ -98,7 +87,7 @@ def _optimizer(job: Job) -> None:
     if name not in _OPTIMIZERS:
         job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
     else:
-        job.carry("optimizer._component_", "optimizer.name", *OPTIMIZERS[_OPTIMIZERS[name]])
+        job.carry("optimizer._component_", "optimizer.name", *shared.OPTIMIZERS[_OPTIMIZERS[name]])
     betas = job.take("optimizer.betas", list) or []
     if len(betas) not in (0, 2):
         raise job.wrong("optimizer.betas", "two numbers", betas)
@@ -117,7 +106,9 @@ def _loss(job: Job) -> None:
     loss, _ = _component(job, "loss")
     if loss in _PAIRED:
         name, defaults = _PAIRED[loss]
-        carry_loss(job, "loss._component_", name, {key: (f"loss.{key}", value) for key, value in defaults.items()})
+        shared.carry_loss(
+            job, "loss._component_", name, {key: (f"loss.{key}", value) for key, value in defaults.items()}
+        )
     elif "CrossEntropy" not in loss and loss not in ("", "CEWithChunkedOutputLoss"):
         job.refused["loss._component_"] = NO_RL if "PO" in loss else "the loss is cross-entropy, DPO or SimPO"
 
@@ -126,7 +117,7 @@ def _length(job: Job) -> None:
     length = job.integer("tokenizer.max_seq_len")
     note = "rows of any length there; longer ones are cut here" if length is None else ""
     if "preferences.loss" in job.carried:
-        answer_length(job, "tokenizer.max_seq_len", 2048, note)
+        shared.answer_length(job, "tokenizer.max_seq_len", 2048, note)
     else:
         job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
     epochs, most = job.integer("epochs"), job.integer("max_steps_per_epoch")
@@ -154,7 +145,7 @@ def _qat(job: Job) -> None:
     if name:
         weights = "int4" if name == "Int8DynActInt4WeightQATQuantizer" else None
         size, start = job.integer("quantizer.groupsize", 256), job.integer("fake_quant_after_n_steps")
-        fake_quantisation(job, "quantizer._component_", weights, size, "int8", start)
+        shared.fake_quantisation(job, "quantizer._component_", weights, size, "int8", start)
 
 
 def _saves(job: Job) -> None:
@@ -188,51 +179,11 @@ DEFAULTS = {
     "output_dir": "torchtune-out",
 }
 
-NOT_NEEDED = {
-    "the tokenizer is that of the model's folder": "tokenizer.*",
-    "the folder's files say it": "checkpointer.checkpoint_files checkpointer.model_type",
-    "output.output_dir": "checkpointer.output_dir",
-    "a checkpoint is whole": "checkpointer.safe_serialization save_adapter_weights_only",
-    "checkpoints are written beside the training": "enable_async_checkpointing",
-    KERNELS: "optimizer.fused optimizer.foreach compile compile.* loss.num_output_chunks",
-    "each weight is updated in its place": "optimizer_in_bwd",
-    RECOMPUTE: "enable_activation_checkpointing enable_activation_offloading ac_mode ac_option",
-    PARALLEL: "custom_sharded_layers fsdp* tensor_parallel_plan memory_efficient_fsdp_wrap low_cpu_ram device cudnn*",
-    "output.output_dir has the metrics": "metric_logger.log_dir metric_logger.output_fmt",
-    "the metrics have peak memory": "log_level log_peak_memory_stats",
-    "output.profile_steps traces steps of a run": "profiler",
-    "rows are made beside the training": "dataloader",
-    "rows are padded or packed": "collate_fn",
-    OTHER: "loss.beta loss.gamma",
-}
-
-NOT_CARRIED = {
-    "rows are always shuffled": "shuffle",
-    "wandb reads it from its environment variables (WANDB_RUN_GROUP)": "metric_logger.*",
-    "`fastjax train --resume` goes on from this program's own checkpoints": "resume_from_checkpoint "
-    "checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint",
-    "output.save_steps: epoch saves at the end of each": "epochs_to_save",
-}
-
-REFUSED = {
-    "there is no distillation": "teacher_model teacher_checkpointer kd_loss kd_ratio",
-    NO_RL: "policy_model reward_and_value_model ppo_* grpo_* reward_checkpointer value_checkpointer "
-    "ref_policy_checkpointer",
-    REFERENCE: "ref_checkpointer",
-    "data.chat_template takes a name or a Jinja file; put it there by hand": "tokenizer.prompt_template",
-    "cosine falls once": "lr_scheduler.num_cycles",
-    "the model is that of config.json": "model.*",
-}
-
 TORCHTUNE = Tool(
     "torchtune",
     "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm",
     (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat, _saves),
     (SETTINGS,),
     DEFAULTS,
-    NOT_NEEDED,
-    NOT_CARRIED,
-    REFUSED,
-    {"shuffle": (True,), "lr_scheduler.num_cycles": (0.5,)},
     resolved,
 )

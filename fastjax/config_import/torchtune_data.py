@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.errors import shorten, shown
 from fastjax.config_import.job import Job
-from fastjax.config_import.shared import PAIR, file_of, write_data
+from fastjax.config_import.shared import PAIR, with_files, write_data
 
 _ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
 _PAIR = {"prompt": "input", "completion": "output"}
@@ -42,7 +42,7 @@ def data(job: Job) -> None:
         if given is None:
             continue
         places = {key: given} if not isinstance(given, list) else {f"{key}[{n}]": item for n, item in enumerate(given)}
-        listed = [_source(job, where, item) for where, item in places.items()]
+        listed = [source for where, item in places.items() for source in _source(job, where, item)]
         write_data(job, key, listed, setting)
         sources += listed
     if "data.train" not in job.carried:
@@ -55,15 +55,15 @@ def data(job: Job) -> None:
     job.carry("dataset.packed", "data.packing", any(source.get("packed") for source in sources))
 
 
-def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
-    """A data set as a section of data.train, with whether its rows are packed and prompts are learnt."""
+def _source(job: Job, where: str, item: Any) -> list[dict[str, Any]]:
+    """A data set as sections of data.train, with whether its rows are packed and prompts are learnt."""
     given = job.checked(where, item)
     component = job.checked(f"{where}._component_", given.pop("_component_", None), str)
     builder = re.sub(r".*\.", "", component)
     if builder not in _BUILDERS:
         known = f"there are {', '.join(_BUILDERS)}"
         job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: {_PARTS.get(builder, known)}"
-        return {"path": ""}
+        return [{"path": ""}]
     kind, path, columns, on_input = _BUILDERS[builder]
     columns = dict(columns)
     if (kind == "pairs") != ("preferences.loss" in job.carried):
@@ -71,7 +71,8 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
     path = given.pop("source", path)
     if path is None:
         raise job.wrong(f"{where}.source", "the data set", None)
-    source: dict[str, Any] = {"path": file_of(job, where, path, given.pop("data_files", None)), "columns": columns}
+    source: dict[str, Any] = {"path": path, "columns": columns}
+    files = job.checked(f"{where}.data_files", given.pop("data_files", None), list[str] | str | None)
     names = (given.pop("name", None), given.pop("subset", None), _CONFIGURATIONS.get(builder))
     source["name"] = next((name for name in names if name is not None), None)
     source["split"] = str(given.pop("split", "train"))
@@ -102,4 +103,4 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
             job.refused[f"{where}.{key}"] = "rows are read as they are; change them beforehand"
         else:
             job.not_carried[f"{where}.{key}"] = f"unknown to this import, {shown(value, 40)}"
-    return source
+    return with_files(source, files)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import subprocess
 import sys
 
@@ -50,7 +51,12 @@ def test_axolotl(imported, tmp_path):
     shown = lists(out)
     assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
     assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
-    assert shown["not carried over"] == ["special_tokens.eos_token", "my_own_key"]
+    assert shown["not carried over"] == ["my_own_key"] and model.special_tokens == {"eos_token": "</s>"}
+    needed = " ".join(out.partition("\nneeded (2)\n")[2].split())
+    assert "base_model no folder here: it comes from the hub, over the network, as the run begins" in needed
+    assert (
+        "datasets no file here: `datasets` fetches over the network, as the run begins: org/talks, org/more" in needed
+    )
     assert output.save_steps == 0.25  # twice in each of two epochs
     assert "its state is not paged" in out
     comments = (tmp_path / "run.yaml").read_text().partition("model:")[0]
@@ -70,7 +76,7 @@ def test_llama_factory(imported):
     assert (optimizer.learning_rate, optimizer.warmup_ratio) == (1e-4, 0.1)
     assert (training.num_train_epochs, training.eval_steps, training.label_smoothing_factor) == (3.0, 100, 0.1)
     assert (config.output.save_steps, config.output.report_to) == (500, ["tensorboard"])  # transformers' default
-    assert (config.data.chat_template, config.data.loss_on, config.data.packing) == (None, "last_response", True)
+    assert (config.data.chat_template, config.data.loss_on, config.data.packing) == ("qwen-2.5", "last_response", True)
     own, talks = config.data.sources("train")
     assert (own.path, own.split, own.columns) == (
         "own.json",
@@ -84,7 +90,7 @@ def test_llama_factory(imported):
     )
     assert config.data.val_set_size == 0.1
     shown = lists(out)
-    assert set(shown["not carried over"]) == {"template", "report_to:", "mlflow"}
+    assert set(shown["not carried over"]) == {"report_to:", "mlflow"}
     assert {"do_train", "stage", "plot_loss", "resume_from_checkpoint"} <= set(shown["not needed"])
 
 
@@ -108,8 +114,10 @@ def test_torchtune(imported):
     assert (chats.path, chats.columns) == ("chats.json", {"messages": "talk"})
     assert (pairs.path, pairs.split, pairs.columns) == ("org/pairs", "train[:50%]", {"prompt": "q", "completion": "a"})
     shown = lists(out)
-    assert set(shown["not carried over"]) == {"batch_size_val", "shuffle"}
-    assert {"optimizer.fused", "tokenizer.path", "checkpointer.checkpoint_files"} <= set(shown["not needed"])
+    assert shown["not carried over"] == ["shuffle"]
+    assert {"batch_size_val", "optimizer.fused", "tokenizer.path", "checkpointer.checkpoint_files"} <= set(
+        shown["not needed"]
+    )
 
 
 def test_quantisation_aware_training(imported):
@@ -131,7 +139,7 @@ def test_full_fine_tuning_has_no_adapter(imported):
     assert (config.model.param_dtype, config.lora.r) == ("bfloat16", 16)
     assert (config.data.sources("train")[0].columns, config.data.too_long) == ({"text": "body"}, "split")
     assert (config.optimizer.warmup_ratio, config.model.max_seq_length) == (0.03, 512)  # Axolotl's defaults
-    assert lists(out)["not carried over"] == ["eval_steps"] and "lora_r" in lists(out)["not needed"]
+    assert {"eval_steps", "lora_r"} <= set(lists(out)["not needed"])  # there is nothing to evaluate, nor an adapter
 
 
 @pytest.mark.parametrize(
@@ -183,6 +191,136 @@ ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}],
 TUNE = yaml.safe_load(TORCHTUNE)
 
 
+CHAT = {"base_model": "org/Qwen3-8B", "learning_rate": 1e-5, "datasets": [{"path": "a.json", "type": "chat_template"}]}
+THOUGHTS = {"field_thinking": "thinking", "template_thinking_key": "thinking"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (ALPACA | {"dataset_exact_deduplication": True}, {"data.deduplicate": True}),
+        (
+            ALPACA | {"cosine_min_lr_ratio": 1.0},
+            {"optimizer.lr_scheduler_type": "constant", "optimizer.min_lr_ratio": 0},
+        ),
+        (ALPACA | {"adapter": "lora", "load_in_8bit": True, "load_in_4bit": False}, {"model.load_in_4bit": False}),
+        (
+            ALPACA | {"special_tokens": {"bos_token": "<s>", "unk_token": "<unk>"}},
+            {"model.special_tokens": {"bos_token": "<s>"}},
+        ),
+        (ALPACA | {"model_config": {"output_router_logits": True}}, {"training.router_aux_loss_coef": 0.001}),
+        (ALPACA | {"unfrozen_parameters": ["^model.language_model.*", "lm_head"]}, {"model.unfrozen_parameters": None}),
+        (
+            ALPACA | {"unfrozen_parameters": ["lm_head", "model.layers.4[4-9]+.mlp"]},
+            {"model.unfrozen_parameters": ["lm_head", "model.layers.4[4-9]+.mlp"], "model.full_finetuning": True},
+        ),
+        (CHAT | {"chat_template": "chatml"}, {"data.chat_template": "chatml"}),
+        (CHAT | {"chat_template": "some_7"}, {"data.chat_template": None}),
+        (CHAT | {"datasets": [CHAT["datasets"][0] | THOUGHTS]}, {"data.chat_template": None}),
+        (CHAT | {"streaming": True, "max_steps": 9, "val_set_size": 0}, {"training.max_steps": 9}),
+        (
+            CHAT
+            | {
+                "reward_model": True,
+                "num_labels": 1,
+                "datasets": [{"path": "a", "type": "bradley_terry.chat_template"}],
+            },
+            {"preferences.loss": "reward", "preferences.beta": None},
+        ),
+        (
+            CHAT | {"rl": "dpo", "adapter": None, "datasets": [{"path": "a", "type": "chatml.intel"}]},
+            {"preferences.precompute_ref_log_probs": True, "model.full_finetuning": True},
+        ),
+    ],
+)
+def test_what_axolotl_s_keys_become(imported, given, expected):
+    config, out = imported(given)
+    found = {name: operator.attrgetter(name)(config) for name in expected}
+    assert found == expected
+    assert ("not carried over" in out) == (given.get("chat_template") == "some_7")
+
+
+def test_files_of_axolotl(imported):
+    """Each by itself where the path is their kind; else files of a folder, or of a data set on the hub."""
+    given = [{"path": "json", "data_files": ["b.json", "c.json"]}, {"path": "org/all", "data_files": "d.json"}]
+    config, _ = imported(CHAT | {"datasets": [one | {"type": None} for one in given]})
+    found = [(source.path, source.data_files, source.columns) for source in config.data.sources("train")]
+    ids = {"input_ids": "input_ids"}
+    assert found == [("b.json", None, ids), ("c.json", None, ids), ("org/all", ["d.json"], ids)]
+
+
+V1 = """
+model: org/Qwen3-4B
+model_class: llm
+peft_config: {name: lora, r: 16, lora_alpha: 32, target_modules: all}
+quant_config: {name: bnb, quantization_bit: 4}
+kernel_config: {name: auto}
+dist_config: {name: fsdp2, dcp_path: null}
+optim_config: {name: muon, momentum: 0.9, nesterov: true, adamw_betas: [0.8, 0.9]}
+train_dataset: sets.yaml
+batching_strategy: padding_free
+micro_batch_size: 2
+global_batch_size: 8
+cutoff_len: 1024
+learning_rate: 1.0e-4
+max_steps: 10
+cp_size: 2
+output_dir: outputs/one
+sample_backend: hf
+"""
+
+
+@pytest.mark.parametrize("converter", ["alpaca", "pair", None])
+def test_llama_factory_s_v1_form(imported, tmp_path, converter):
+    """The data, described in YAML, say whether preferences are learnt."""
+    described = {
+        "one": {"path": "one.json", "source": "local", "converter": converter, "size": 9},
+        "two": {"path": "org/two"},
+    }
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump(described))
+    text = V1.replace("name: lora, r: 16, lora_alpha: 32, target_modules: all", "name: freeze") if not converter else V1
+    text = text.replace("quant_config", "other") if not converter else text
+    config, out = imported(text, "--force")
+    training, optimizer, first = config.training, config.optimizer, config.data.sources("train")[0]
+    assert (config.model.full_finetuning, config.model.load_in_4bit) == ((False, True) if converter else (True, False))
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps, training.max_steps) == (
+        2,
+        4,
+        10,
+    )
+    assert (optimizer.name, optimizer.muon_momentum, optimizer.adam_beta1, optimizer.weight_decay) == (
+        "muon",
+        0.9,
+        0.8,
+        0.1,
+    )
+    assert (optimizer.lr_scheduler_type, config.data.packing, config.parallel.context) == ("constant", False, 2)
+    assert (first.path, first.split) == ("one.json", "train[:9]")
+    kinds = {"alpaca": "instruction", "pair": "chosen", None: "messages"}
+    assert kinds[converter] in first.columns and (config.preferences.loss == "dpo") == (converter == "pair")
+    assert config.model.max_seq_length == (2048 if converter == "pair" else 1024)
+    if converter:
+        assert (config.lora.r, config.lora.lora_alpha, config.lora.lora_dropout) == (16, 32, 0.05)
+    else:
+        assert config.model.unfrozen_parameters == ["model.layers.-2.", "model.layers.-1."]
+    assert {"kernel_config", "sample_backend", "model_class"} <= set(lists(out)["not needed"])
+
+
+def test_what_a_run_needs_is_said_before_it_runs(imported, tmp_path):
+    """A family, by config.json or else by the name; the network."""
+    given = {"base_model": "tiiuae/Falcon-H1-1.5B-Base", "datasets": [{"path": "theirs.yml", "type": "alpaca"}]}
+    _, out = imported(given | {"learning_rate": 1e-5})
+    assert (
+        "by its name of a kind that is not supported, falcon_h1; there are llama," in out
+        and "datasets" not in lists(out)["needed"]
+    )
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text('{"model_type": "mamba"}')
+    _, out = imported(given | {"base_model": "here", "learning_rate": 1e-5}, "--force")
+    assert "not supported: here/config.json: model_type: expected one of llama," in out and "network" not in out
+    assert "# Needed:\n#   base_model: not supported" in (tmp_path / "run.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -210,9 +348,8 @@ TUNE = yaml.safe_load(TORCHTUNE)
             "datasets[0].roles_to_train: expected some of system, human, ",
         ),
         (
-            {"model_name_or_path": "m", "stage": "rm", "dataset": "pairs"},
-            "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: "
-            "reward); dataset_info.json: pairs: rows of preferences are",
+            {"model_name_or_path": "m", "stage": "ppo", "dataset": "pairs"},
+            "stage: ppo: sft, pt (plain text), dpo, kto, rm there are; dataset_info.json: pairs: rows of preferences",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "own", "train_sampling_strategy": "sequential"},
@@ -229,7 +366,7 @@ TUNE = yaml.safe_load(TORCHTUNE)
         (TUNE | {"teacher_model": {"_component_": "x"}}, "teacher_model: there is no distillation"),
         (TUNE | {"output_dir": "${nowhere}"}, "${nowhere}: expected a reference to another value, got one to nothing"),
         ({"model": {"model_name": "m"}}, "expected the keys of one tool, axolotl's (base_model,"),
-        ("- 1", "expected the keys of axolotl, llama-factory, torchtune, got [1]"),
+        ("- 1", "expected the keys of axolotl, llama-factory, llama-factory-v1, torchtune, got [1]"),
         ("a: [", "theirs.yml:1: not valid YAML"),
     ],
 )
