@@ -157,7 +157,7 @@ def require_gguf() -> Any:
     try:
         return importlib.import_module("gguf")
     except ImportError:
-        raise ConvertError("the gguf library is missing: pip install 'fastjax[gguf]'") from None
+        raise ConvertError("the gguf library is missing: pip install gguf") from None
 
 
 class _Contents:

@@ -373,7 +373,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, dict[str, Any]]], ...
     ),
     (
         _gguf,
-        "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]",
+        "write a GGUF file for llama.cpp; needs the gguf library (pip install gguf)",
         {
             "model": {"metavar": "MODEL", "help": "model; merge an adapter first"},
             "out": {"metavar": "FILE", "type": Path, "help": "file to write"},

@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         import uvicorn  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "serve: expected starlette and uvicorn; install them with pip install fastjax[serve]"
-        ) from None
+        raise ConfigError("serve: expected starlette and uvicorn, got neither; pip install starlette uvicorn") from None
     from fastjax.serving.settings import ServerSettings
 
     if arguments.adapter is not None and arguments.adapters:

@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness (`pip install fastjax[lm-eval]`; Gao et al., doi 10.5281/zenodo.5371628).
+"""A model for lm-evaluation-harness (`pip install lm-eval`; Gao et al., doi 10.5281/zenodo.5371628).
 
 import lm_eval
 from fastjax.evaluation.harness import HarnessModel
