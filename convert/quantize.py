@@ -1,11 +1,11 @@
 """A 16-bit folder in 4 or 8 bits, as transformers and servers load it, written tensor by tensor."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
+from convert.card import CARD, is_foreign, renamed
 from convert.checkpoint import CONFIG, write_config
 from convert.conversion import Conversion
 from convert.errors import ConvertError, unexpected
@@ -74,13 +74,22 @@ def quantize(
 
     def finish(unfinished: Path) -> None:
         copy_side_files(weights.checkpoint.folder, unfinished)
-        for card in weights.checkpoint.folder.glob("README.md"):
-            shutil.copyfile(card, unfinished / card.name)
+        _copy_card(weights.checkpoint.folder, unfinished, Path(folder).name, scheme)
         write_config(unfinished / CONFIG, config)
         open_weights(unfinished)
 
     made_from = {"source": fingerprint(source), "settings": [scheme, nested, list(skip), writer.activations, dtype]}
     return write_folder(folder, conversion.jobs, made_from=made_from, finish=finish, **write)
+
+
+def _copy_card(source: Path, target: Path, name: str, scheme: str) -> None:
+    """Copy a model card; one by fastjax names the new folder and its format."""
+    if not (source / CARD).is_file():
+        return
+    text = (source / CARD).read_text("utf-8", errors="replace")
+    if not is_foreign(source / CARD):
+        text = renamed(text, source.name, name).replace("\n## Use it\n", f"\nQuantised to {scheme}.\n\n## Use it\n", 1)
+    (target / CARD).write_text(text, encoding="utf-8")
 
 
 def _open(source: str | os.PathLike[str], bits: int) -> Weights:

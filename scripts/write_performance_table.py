@@ -193,9 +193,9 @@ def beside(steps: Sequence[Step]) -> str:
         ours = speeds["", policy, loop]
         (theirs,) = [step for (peer, kept, _), step in speeds.items() if peer and kept == other]
         pair = [f"{step.speed:,.0f} in {_gib(step.peak)} GiB" for step in (ours, theirs)]
-        lines.append((told, *pair, f"{(ours.speed or 0) / (theirs.speed or 1):.2f}"))
+        lines.append((told, f"{pair[0]} ({(ours.speed or 0) / (theirs.speed or 1):.2f}×)", pair[1]))
     peer = next(step.peer for step in speeds.values() if step.peer)
-    table = _markdown(("kept for the backward pass",), ("fastjax, tokens/s", f"{peer}, tokens/s", "times"), lines)
+    table = _markdown(("kept for the backward pass",), ("fastjax, tokens/s", f"{peer}, tokens/s"), lines)
     now = [step for step in newest(steps) if step.card == CARD and step.case.rows == "4×2,048" and not step.peer]
     now = [step for step in now if (step.case.preset, step.trained) == ("llama3-8b", "QLoRA, NF4, r=16") and step.peak]
     fastest = max(now, key=lambda step: step.speed or 0)

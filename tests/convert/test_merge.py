@@ -15,6 +15,7 @@ from convert.families.llama import LLAMA as FAMILY
 from convert.formats import nf4
 from convert.merge import merge
 from convert.merged_values import product
+from convert.quantize import quantize
 from convert.saving import save
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
@@ -296,6 +297,9 @@ def test_what_goes_along(make_folder, tmp_path):
     assert card.endswith("## Training\n\n500 steps\n\n## More\n") and "datasets:\n- org/data\n" in card
     assert '"r": 3' in card and "The adapter names org/other as its base" in card and "\nlicense: mit\n" in card
     assert 'AutoModelForCausalLM.from_pretrained("one")' in card and "vllm serve one" in card
+    quantize(tmp_path / "one", tmp_path / "small", scheme="int8")
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "\nQuantised to int8.\n" in card and "vllm serve small\n" in card and "500 steps" in card
     own = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5}]}
     (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(own))
     (tmp_path / "adapter" / "chat_template.jinja").write_text("adapter")
