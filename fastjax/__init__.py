@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastjax.data.chat_templates import get_chat_template as get_chat_template
+    from fastjax.data.example_template import apply_chat_template as apply_chat_template
     from fastjax.data.settings import DataSource as DataSource
+    from fastjax.data.sharegpt import standardize_data_formats as standardize_data_formats
+    from fastjax.data.sharegpt import standardize_sharegpt as standardize_sharegpt
+    from fastjax.data.sharegpt import to_sharegpt as to_sharegpt
     from fastjax.language_model import FastLanguageModel as FastLanguageModel
     from fastjax.language_model import LanguageModel as LanguageModel
     from fastjax.language_model import ModelHandle as ModelHandle
@@ -43,7 +47,9 @@ _ALIASES = {f"Fast{name}": "FastLanguageModel" for name in _FAMILIES}
 _LOSSES = ("CPO", "DPO", "KTO", "ORPO", "Reward")
 _MODULES = {
     "fastjax.data.chat_templates": ("get_chat_template",),
+    "fastjax.data.example_template": ("apply_chat_template",),
     "fastjax.data.settings": ("DataSource",),
+    "fastjax.data.sharegpt": ("standardize_data_formats", "standardize_sharegpt", "to_sharegpt"),
     "fastjax.language_model": ("FastLanguageModel", "LanguageModel", "ModelHandle"),
     "fastjax.runs.preference_trainers": [f"{loss}{kind}" for loss in _LOSSES for kind in ("Config", "Trainer")],
     "fastjax.runs.sft": ("SFTConfig", "SFTTrainer", "train_on_responses_only"),

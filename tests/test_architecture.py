@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("convert", "pallas_kernels", "fastjax")
 #: The floors of fastjax, top down: a module imports from its own floor and from those below it.
 FLOORS = (
-    ("cli", "__main__", "commands", "bench"),
+    ("cli", "__main__", "commands", "bench", "chat_templates"),
     ("serving", "chat"),
     ("runs", "preview", "config_import"),
     ("language_model",),

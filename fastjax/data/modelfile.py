@@ -8,8 +8,9 @@ Jinja template writes for conversations of every shape.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convert.files import atomic_file
 from convert.generation_config import generation_settings
@@ -17,6 +18,9 @@ from fastjax.data.encoding import Encoder
 from fastjax.data.records import Message
 from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _TEXTS = {"system": "systemprobe", "user": "userprobe", "assistant": "answerprobe"}
 _SHAPES = ("u", "su", "uau", "suau", "uauau", "suauau")
@@ -79,16 +83,27 @@ def write_modelfile(
     file = gguf.with_suffix(".Modelfile")
     if file.exists() and not force:
         return None
+    folder = Path(folder)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(folder) if has_tokenizer else None
     with atomic_file(file) as stream:
-        stream.write(_modelfile(gguf, Path(folder)).encode())
+        stream.write(modelfile(f"./{gguf.name}", tokenizer, generation_settings(folder)).encode())
     return file
 
 
-def _modelfile(gguf: Path, folder: Path) -> str:
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+def modelfile(
+    source: str, tokenizer: "PreTrainedTokenizerFast | None", settings: Mapping[str, Any] | None = None
+) -> str:
+    """The text of a Modelfile.
+
+    Args:
+        source: Of the model: the file's path.
+        tokenizer: With its chat template, or None.
+        settings: Of generation, as in generation_config.json.
+    """
+    settings, name = settings or {}, source.removeprefix("./")
     encoder = Encoder(tokenizer) if tokenizer is not None and tokenizer.eos_token_id is not None else None
-    lines = [f"# ollama create NAME -f {gguf.with_suffix('.Modelfile').name}", f"FROM ./{gguf.name}"]
+    lines = [f"# ollama create NAME -f {Path(name).with_suffix('.Modelfile')}", f"FROM {source}"]
     turns, why = (None, "the model has no chat template") if encoder is None else find_turns(encoder)
     if why:
         lines += [f"# {line}" for line in why.split("\n")]
@@ -97,13 +112,12 @@ def _modelfile(gguf: Path, folder: Path) -> str:
             "# Without TEMPLATE, Ollama takes one of its own if that differs by fewer than 100 characters from"
         )
         lines.append("# the chat template in the file, and otherwise gives the model the question without any turns.")
-        lines.append(f"# llama.cpp renders the model's own: llama-server -m {gguf.name} --jinja")
+        lines.append(f"# llama.cpp renders the model's own: llama-server -m {name} --jinja")
     else:
         lines.append(f'TEMPLATE """{turns.go_template()}"""')
     if encoder is not None and tokenizer is not None and tokenizer.chat_template:
         ends = tokenizer.convert_ids_to_tokens(list(encoder.stop_tokens()))
         lines += [f'PARAMETER stop "{end}"' for end in ends if '"' not in end]
-    settings = generation_settings(folder)
     lines += [f"PARAMETER {name} {settings[name]}" for name in _SAMPLING if settings.get(name) is not None]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Formats of turns as data, and the chat templates that write them: what stands around each role's message.
+"""Formats of turns as data, and the chat templates that write them: the texts around each role's message.
 
 In the texts `{}` is the message, `{bos}` and `{eos}` are the tokenizer's tokens. A published format of this shape is a
 row of `FORMATS`; one with functions, thoughts or other turns has a file in `assets/chat_templates`.
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 
 class TurnFormat(NamedTuple):
-    """What stands around messages.
+    """The texts around messages.
 
     Attributes:
         user: of a user's message.
         assistant: of an answer; what follows it up to white space is learnt.
-        system: of the system's message, which is the first; with `merged` it stands inside the first user's.
+        system: of the system's message, which is the first; with `merged` it stands inside the first user's; None: no
+            conversation has one.
         begin: before everything.
         default: the system's message of a conversation without one; None: there is none.
         merged: whether the system's message is part of the first user's.
@@ -26,7 +27,7 @@ class TurnFormat(NamedTuple):
 
     user: str
     assistant: str
-    system: str
+    system: str | None
     begin: str = ""
     default: str | None = None
     merged: bool = False
@@ -46,11 +47,16 @@ class TurnFormat(NamedTuple):
         learnt = before.removeprefix(prompt) if before.startswith(prompt) else ""
         after = behind[len(behind.rstrip()) :]
         content = "message.content | trim" if self.trim else "message.content"
+        system = self.system or ""
         values = {
+            "first": "0"
+            if self.system is None
+            else "1 if messages and messages[0].role in ('system', 'developer') else 0",
             "name": name,
+            "others": "" if self.system is None else ", and a first one of the system",
             "begin": _written(self.begin),
-            "system": _written(self.system, content.replace("message", "messages[0]")),
-            "default": "''" if self.default is None else _written(self.system, literal(self.default)),
+            "system": _written(system, content.replace("message", "messages[0]")),
+            "default": "''" if self.default is None else _written(system, literal(self.default)),
             "user": _written(self.user, f"(inside + {content})" if self.merged else content),
             "inside": "inside" if self.merged else "''",
             "written": "''" if self.merged else "system",
@@ -65,11 +71,13 @@ class TurnFormat(NamedTuple):
         return re.sub(r"<<(\w+)>>", lambda found: values[found[1]], _TEMPLATE)
 
 
+_HAS_SYSTEM = "messages and messages[0].role in ('system', 'developer')"
+
 _TEMPLATE = """\
 {%- if tools %}
     {{- raise_exception("the format <<name>> has no functions (tools)") }}
 {%- endif %}
-{%- set first = 1 if messages and messages[0].role in ('system', 'developer') else 0 %}
+{%- set first = <<first>> %}
 {%- set system = <<system>> if first else <<default>> %}
 {{- <<begin>> + <<written>> }}
 {%- for message in messages[first:] %}
@@ -83,7 +91,7 @@ _TEMPLATE = """\
     {%- elif message.role == 'user' %}
         {{- <<user>> }}
     {%- else %}
-        {{- raise_exception("the format <<name>> has messages of user, assistant, and a first one of the system") }}
+        {{- raise_exception("the format <<name>> has messages of user and assistant<<others>>") }}
     {%- endif %}
 {%- endfor %}
 {{- <<prompt>> if add_generation_prompt else <<closing>> }}
