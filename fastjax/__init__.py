@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from fastjax.runs.trainer import Event as Event
     from fastjax.runs.trainer import Trainer as Trainer
     from fastjax.runs.trainer import TrainerSettings as TrainerSettings
+    from fastjax.trainer import PatchDPOTrainer as PatchDPOTrainer
+    from fastjax.trainer import UnslothTrainer as UnslothTrainer
+    from fastjax.trainer import UnslothTrainingArguments as UnslothTrainingArguments
+    from fastjax.trainer import is_bf16_supported as is_bf16_supported
+    from fastjax.trainer import is_bfloat16_supported as is_bfloat16_supported
     from fastjax.training.config import OptimizerConfig as OptimizerConfig
     from fastjax.training.config import OutputSection as OutputSection
     from fastjax.training.config import PreferencesSection as PreferencesSection
@@ -54,7 +59,30 @@ _MODULES = {
     "fastjax.runs.preference_trainers": [f"{loss}{kind}" for loss in _LOSSES for kind in ("Config", "Trainer")],
     "fastjax.runs.sft": ("SFTConfig", "SFTTrainer", "train_on_responses_only"),
     "fastjax.runs.trainer": ("Event", "Trainer", "TrainerSettings"),
+    "fastjax.trainer": (
+        *("PatchDPOTrainer", "UnslothTrainer", "UnslothTrainingArguments"),
+        *("is_bf16_supported", "is_bfloat16_supported"),
+    ),
     "fastjax.training.config": ("OptimizerConfig", "OutputSection", "PreferencesSection", "TrainingSection"),
+}
+#: What to use instead of names of Unsloth's and TRL's that are not built → the names.
+_NOT_BUILT = {
+    "learning by rewards of sampled answers is not built; use DPOTrainer, KTOTrainer or ORPOTrainer over answers that "
+    "are judged": (
+        *("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "PPOTrainer", "PPOConfig", "OnlineDPOTrainer"),
+        *("OnlineDPOConfig", "PatchFastRL", "vLLMSamplingParams"),
+    ),
+    "models here read and write text; use FastLanguageModel with rows of text": (
+        *("FastVisionModel", "FastTextToSpeechModel", "UnslothVisionDataCollator", "FastAudioModel"),
+    ),
+    "embeddings of sentences are not built; use FastLanguageModel with model.logits or model.rewards": (
+        *("FastSentenceTransformer", "FastEmbeddingModel"),
+    ),
+    "generated programs are not run here; use a sandbox of your own": (
+        *("execute_with_time_limit", "create_locked_down_function", "check_python_modules", "is_port_open"),
+        "launch_openenv",
+    ),
+    "use train_on_responses_only(trainer, instruction_part=…, response_part=…)": ("DataCollatorForCompletionOnlyLM",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_MODULE_OF, *_ALIASES]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -64,6 +92,9 @@ def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    for instead, names in _NOT_BUILT.items():
+        if name in names:
+            raise ImportError(f"{name}: {instead}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

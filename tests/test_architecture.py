@@ -15,7 +15,7 @@ PACKAGES = ("convert", "pallas_kernels", "fastjax")
 FLOORS = (
     ("cli", "__main__", "commands", "bench", "chat_templates"),
     ("serving", "chat"),
-    ("runs", "preview", "config_import"),
+    ("runs", "preview", "config_import", "trainer"),
     ("language_model",),
     ("evaluation",),
     ("generation",),

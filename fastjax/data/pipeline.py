@@ -37,7 +37,7 @@ def prepare(
     options: DataOptions = NO_CACHE,
     *,
     held_out: bool = False,
-    preferences: tuple[Pairing, int | None] | None = None,
+    preferences: tuple[Pairing, *tuple[int | None, ...]] | None = None,
     seed: int = 0,
     now: str | None = None,
     progress: Say | None = None,
@@ -51,7 +51,8 @@ def prepare(
         max_seq_length: Tokens in a row.
         options: The treatment of the rows; without any the defaults, and no cache.
         held_out: With `val_set_size`, whether the examples are those held out, or the others.
-        preferences: The pairing of answers and their `max_length` (`encode_preferences`); None: examples of one answer.
+        preferences: The pairing of answers and their greatest lengths, the last arguments of `encode_preferences`;
+            None: examples of one answer.
         seed: Seed of the random parts of a mixture.
         now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: the present, or what kept data
             have, whose first run's date stays.
@@ -180,7 +181,7 @@ class _ReadSet(NamedTuple):
 
 
 def _read(
-    opened: Iterable[OpenSource], options: DataOptions, preferences: tuple[Pairing, int | None] | None
+    opened: Iterable[OpenSource], options: DataOptions, preferences: tuple[Pairing, *tuple[int | None, ...]] | None
 ) -> list[_ReadSet]:
     how: dict[str, Any] = {"templated": options.chat_template is not None}
     if preferences is None:

@@ -46,6 +46,8 @@ def encode_preferences(
     progress: Say | None,
     pairing: Pairing,
     max_length: int | None = None,
+    max_prompt_length: int | None = None,
+    max_completion_length: int | None = None,
 ) -> Encoded:
     """Encode the answers of preferences as groups of documents that fit a row.
 
@@ -59,6 +61,8 @@ def encode_preferences(
         progress: Takes messages for people.
         pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
         max_length: Tokens of an answer with its prompt, at most; None: what a row has.
+        max_prompt_length: Tokens of a prompt, of which the end is kept; None: as many as there are.
+        max_completion_length: Tokens of an answer, of which the beginning is kept; None: as many as there are.
 
     Raises:
         ConfigError: A tokenizer without a chat template that is needed; a wrong option.
@@ -68,6 +72,7 @@ def encode_preferences(
         if (value := getattr(encoder.options, name)) not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
     answers, noted = _encoded(encoder, records, where, progress)
+    answers = [[_cut(one, max_prompt_length, max_completion_length) for one in listed] for listed in answers]
     single, ranked = pairing == "unpaired", pairing == "ranked"
     groups = _single(records, answers, where) if single else _pairs(records, answers)
     fitted = [_fitted(group, max_seq_length, max_length, encoder.options.too_long, ranked) for group in groups]
@@ -109,6 +114,14 @@ def _encoded(
     counted: notes.Notes = {}
     notes.add(counted, {kind: list(rows) for kind, rows in noted.items()}, records)
     return encoded, counted
+
+
+def _cut(example: Example, prompt: int | None, completion: int | None) -> Example:
+    """An answer with so many tokens of its prompt's end and of its own beginning."""
+    begins = int(np.argmax(example.learn))
+    first = 0 if prompt is None else max(0, begins - prompt)
+    behind = None if completion is None else begins + completion
+    return Example(example.tokens[first:behind], example.learn[first:behind])
 
 
 def _pairs(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]]) -> list[Group]:

@@ -122,6 +122,9 @@ class InMemoryRows:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._rows)
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
 
 def _in_words(value: Any) -> Any:
     """A value that JSON has none for; of an array all of its numbers, which `repr` leaves out."""

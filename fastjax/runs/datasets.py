@@ -116,7 +116,7 @@ def load_run_data(
     check_sources(source for listed in sources.values() for source in listed if isinstance(source, DataSource))
     shared: Any = {"options": data, "seed": settings.seed, "progress": progress}
     pairing = config.preferences.pairing
-    prepared = shared | {"preferences": None if pairing is None else (pairing, config.preferences.max_length)}
+    prepared = shared | {"preferences": None if pairing is None else (pairing, *config.preferences.lengths)}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, steps = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = StreamedBatches(sources["train"], tokenizer, length, size, steps, multiple=parts, now=now, **shared)

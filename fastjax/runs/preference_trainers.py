@@ -21,10 +21,14 @@ class PreferenceArguments(SharedArguments):
 
     Attributes:
         max_length: tokens of a prompt with its answer, at most; a row of the model's max_seq_length holds two of them.
+        max_prompt_length: as in `PreferencesSection`.
+        max_completion_length: as in `PreferencesSection`.
         disable_dropout: the adapter has no dropout.
         packing: put several pairs into one row, which do not see each other; not a name of TRL's.
     """
 
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
     disable_dropout: bool = True
     packing: bool = False
 

@@ -4,13 +4,17 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from fastjax.data.columns import parse_row
 from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import PARTS
+from fastjax.data.template_parts import template_parts
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
-from fastjax.runs.trainer import TrainerSettings, first_record
+from fastjax.runs.encoded_rows import EncodedRows
+from fastjax.runs.trainer import TrainerSettings, first_row
 from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
 
 
@@ -22,7 +26,7 @@ class SFTConfig(SharedArguments):
         max_length: tokens of a row, at most the model's max_seq_length; None: that. The last has a target too, the
             token behind it: of a row that is cut, one target more than in TRL, which counts that token.
         packing: put several examples into one row, which do not see each other.
-        dataset_text_field: the column of plain texts.
+        dataset_text_field: the column of plain texts, which are learnt where rows have it, whatever else they have.
         completion_only_loss: learn completions alone; None: where rows have them.
         assistant_only_loss: learn the assistant's messages alone; without it, of conversations, every token.
         router_aux_loss_coef: as in `TrainingSection`; None: 0.
@@ -33,11 +37,6 @@ class SFTConfig(SharedArguments):
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     router_aux_loss_coef: float | None = None
-
-    @property
-    def columns(self) -> dict[str, str] | None:
-        """The names of columns, as of `DataSection`."""
-        return None if self.dataset_text_field == "text" else {"text": self.dataset_text_field}
 
     def settings(
         self, model: LanguageModel, conversations: bool = False, parts: dict[str, str] | None = None, **more: Any
@@ -66,28 +65,73 @@ class SFTTrainer(TRLTrainer):
     def __init__(
         self,
         model: LanguageModel,
-        args: SFTConfig | None = None,
+        args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        formatting_func: Callable[[Any], Any] | None = None,
         **named: Any,
     ):
-        """Look at the settings; see `TRLTrainer`."""
+        """Look at the settings.
+
+        Args:
+            model: as of `TRLTrainer`.
+            args: likewise.
+            train_dataset: likewise.
+            eval_dataset: likewise.
+            formatting_func: makes a row's text; or, of columns that are lists, as of a batch, a list of texts.
+            named: further arguments of `TRLTrainer`.
+        """
         self._parts: dict[str, str] | None = None
-        if "max_seq_length" in named:
-            named["max_length"] = named.pop("max_seq_length")
+        if formatting_func is not None:
+            train_dataset, eval_dataset = (_formatted(data, formatting_func) for data in (train_dataset, eval_dataset))
         super().__init__(model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
 
     def _settings(self, model: LanguageModel) -> TrainerSettings:
-        first = self._first()
-        return self.args.settings(model, isinstance(first, ChatRecord) and not first.prompt, self._parts)
+        first, columns = self._first()
+        conversations = isinstance(first, ChatRecord) and not first.prompt
+        return self.args.settings(model, conversations, self._parts, columns=columns)
 
-    def _first(self) -> Record | None:
-        """The first example, which says what the rows are."""
-        return None if self._data[0] is None else first_record(self._data[0], "train_dataset", self.args.columns)
+    def _first(self) -> tuple[Record | None, dict[str, str] | None]:
+        """The first example, which says what the rows are, and the columns that are read."""
+        data, field = self._data[0], self.args.dataset_text_field
+        row = None if data is None else first_row(data, "train_dataset")
+        has_text = row is not None and row.get(field) is not None and row.get("input_ids") is None
+        columns = {"text": field} if has_text or field != "text" else None
+        return None if row is None else parse_row(row, "train_dataset row 0", columns), columns
+
+    @property
+    def train_dataset(self) -> EncodedRows:
+        """The training rows as token ids and labels, each encoded when it is asked for."""
+        return self._trainer.encoded("train")
+
+    @property
+    def eval_dataset(self) -> EncodedRows | None:
+        """The held-out rows, as `train_dataset`; None: there are none, or eval_strategy is "no"."""
+        return None if self._data[1] is None else self._trainer.encoded("eval")
+
+
+def _formatted(data: Any, function: Callable[[Any], Any]) -> Any:
+    """Rows of the texts that a function makes of rows in memory."""
+    if data is None:
+        return None
+    if isinstance(data, str) or not isinstance(data, Iterable):
+        raise ConfigError("formatting_func: expected rows in memory, got a data set's name; load it with datasets")
+    rows: list[dict[str, Any]] = []
+    for row in data:
+        made = function(row)
+        made = function({name: [value] for name, value in row.items()}) if isinstance(made, list) else [made]
+        if not all(isinstance(text, str) for text in made):
+            raise ConfigError(f"formatting_func: expected a function that gives a text, or a list of texts, got {made}")
+        rows += [{"text": text} for text in made]
+    return rows
 
 
 def train_on_responses_only(
-    trainer: SFTTrainer, instruction_part: str = "", response_part: str = "", **others: Any
+    trainer: SFTTrainer,
+    instruction_part: str | None = None,
+    response_part: str | None = None,
+    force_match: bool = True,
+    **others: Any,
 ) -> SFTTrainer:
     """Unsloth's name for a trainer that learns the answers alone; the trainer itself is changed and returned.
 
@@ -96,35 +140,33 @@ def train_on_responses_only(
 
     Args:
         trainer: of conversations, prompts with completions, or texts.
-        instruction_part: the text that begins an instruction; needed for rows of text.
-        response_part: the text that begins a response; needed for rows of text.
+        instruction_part: the text that begins an instruction, in rows of text; None: that of the chat template.
+        response_part: the text that begins a response, likewise.
+        force_match: the parts are found as they are written.
         others: further arguments of Unsloth's; none is needed, and none is served but num_proc.
 
     Raises:
-        ConfigError: rows of text without both parts, or of token ids; or another argument.
+        ConfigError: rows of text, and a chat template that does not say their parts; rows of token ids; or another
+            argument.
     """
-    if unknown := sorted(set(others) - {"num_proc"}):
+    if unknown := sorted(set(others) - {"num_proc"}) + ([] if force_match else ["force_match=False"]):
         raise ConfigError(
             f"train_on_responses_only: expected instruction_part, response_part and num_proc, got {', '.join(unknown)}"
         )
     if not isinstance(trainer, SFTTrainer):
         raise ConfigError(f"train_on_responses_only: trainer: expected a SFTTrainer, got a {type(trainer).__name__}")
-    first = trainer._first()
+    first, _ = trainer._first()
     if isinstance(first, TokenRecord):
         raise ConfigError(
             "train_on_responses_only: expected rows of conversations or texts, got token ids (input_ids), of which "
             "labels, completion_mask or assistant_masks say what is learnt"
         )
-    parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
-    if not isinstance(first, TextRecord) or first.prompt:
-        parts = {}
-    for name, part in parts.items():
-        if not part:
-            raise ConfigError(
-                f"train_on_responses_only: {name}: expected the text that begins one, since the rows are plain texts, "
-                "got none; give it, or rows of conversations (messages)"
-            )
+    trainer._parts = None
+    if isinstance(first, TextRecord) and not first.prompt:
+        found = (instruction_part, response_part)
+        if not all(found):
+            found = template_parts(trainer.processing_class)
+        trainer._parts = {name: str(part) for name, part in zip(PARTS, found, strict=True)}
     trainer.args = dataclasses.replace(trainer.args, assistant_only_loss=True, completion_only_loss=None)
-    trainer._parts = parts or None
-    trainer._trainer = trainer._made(trainer.model)
+    trainer._make(trainer.model)
     return trainer

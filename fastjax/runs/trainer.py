@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from convert.errors import shown
-from fastjax.data.records import Record
+from fastjax.data.pipeline import open_data, timed_encoder
 from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
@@ -26,6 +26,7 @@ from fastjax.options import describe, fits
 from fastjax.parallel import MeshShape
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
+from fastjax.runs.encoded_rows import EncodedRows
 from fastjax.runs.result import finished
 from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
 from fastjax.runs.steps import Optimizer
@@ -245,6 +246,20 @@ class Trainer:
         self._keep(result.model)
         return result
 
+    def encoded(self, name: str) -> EncodedRows:
+        """The rows of a data set as they are learnt, to look at.
+
+        Args:
+            name: "train" or "eval".
+
+        Raises:
+            ConfigError: no such data set, or settings that do not suit it.
+            OSError: a file that cannot be read.
+        """
+        data, tokenizer = self.config.data, self._tokenizer
+        opened = open_data(self._brought["given"].get(name) or data.sources(name), tokenizer, data)
+        return EncodedRows(opened, lambda: timed_encoder(tokenizer, data, None)[0])
+
     def _keep(self, model: ModelHandle) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
         self.handle.become(model)
@@ -269,22 +284,21 @@ class _CallbackSink:
         """Nothing: there is no more to tell."""
 
 
-def first_record(data: Data, name: str, columns: dict[str, str] | None = None) -> Record | None:
-    """The first example of a data set; None: it has none.
+def first_row(data: Data, name: str) -> Mapping[str, Any] | None:
+    """The first row of a data set; None: it has none.
 
     Args:
         data: as of `Trainer`, no iterator.
         name: of the data set, for errors.
-        columns: as of `DataSection`.
 
     Raises:
         ConfigError: it is no data set.
-        DataError: a row that cannot be used.
+        DataError: a row that cannot be read.
         OSError: a file that cannot be read.
     """
     named = _named(data)
-    opened = [given_rows(data, name, columns)] if named is None else open_sources(named, columns)
-    return next(opened[0].records(), None)
+    opened = [given_rows(data, name)] if named is None else open_sources(named)
+    return next((row for row, _ in opened[0].rows()), None)
 
 
 def _named(data: Any) -> Any:

@@ -1,18 +1,24 @@
 """The base of TRL's trainers and of their arguments, most of them transformers', over a `Trainer`."""
 
 import dataclasses
+import enum
 import functools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+
+import jax
 
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import check_model
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import value_of
-from fastjax.runs.context import FineTuned
-from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
-from fastjax.runs.trl_names import NOT_NEEDED, ONLY
-from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainingSection
+from fastjax.runs.trainer import Trainer, TrainerSettings
+from fastjax.runs.trl_callbacks import TrainerControl, TrainerState, TRLProgress, is_trainer_callback
+from fastjax.runs.trl_names import ARGUMENTS, METHODS, RENAMED
+from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainConfig, TrainingSection
+from fastjax.training.metrics import Evaluation
 
 A = TypeVar("A", bound="SharedArguments")
 S = TypeVar("S")
@@ -23,9 +29,12 @@ _OPTIMIZERS = {
     "adamw_hf": "adamw",
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
     "paged_adamw_8bit": "adamw_8bit",
     "adafactor": "adafactor",
     "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
 }
 _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant",
@@ -34,6 +43,12 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
 #: train_sampling_strategy -> group_by_length.
 _SAMPLING = {"random": False, "group_by_length": True}
 _STRATEGIES = ("no", "steps", "epoch")
+#: Data collators that pad rows and choose nothing of them; a batch here is padded without one.
+_COLLATORS = (
+    *("DataCollatorForSeq2Seq", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator"),
+    *("DataCollatorForLanguageModeling", "DataCollatorWithFlattening", "DataCollatorForPreference"),
+    *("DPODataCollatorWithPadding", "RewardDataCollatorWithPadding"),
+)
 
 
 @dataclass_transform(kw_only_default=True)
@@ -43,12 +58,21 @@ def arguments(cls: type[A]) -> type[A]:
     fields, init = {field.name for field in dataclasses.fields(settings)}, settings.__init__
 
     @functools.wraps(init)
-    def collected(self: A, **named: Any) -> None:
+    def collected(self: A, output_dir: str | None = None, **named: Any) -> None:
+        named |= {} if output_dir is None else {"output_dir": os.fspath(output_dir)}
+        named = _renamed(named, cls.__name__)
         rest = {name: named.pop(name) for name in list(named) if name not in fields}
         init(self, **{**named, "others": {**named.get("others", {}), **rest}})
 
     settings.__init__ = collected
     return settings
+
+
+def _renamed(named: Mapping[str, Any], config: str) -> dict[str, Any]:
+    """Arguments by their present names."""
+    if both := [name for name, present in RENAMED.items() if name in named and present in named]:
+        raise ConfigError(f"{config}: expected {RENAMED[both[0]]} or its earlier name {both[0]}, got both")
+    return {RENAMED.get(name, name): value for name, value in named.items()}
 
 
 @arguments
@@ -58,14 +82,15 @@ class SharedArguments:
 
     Attributes:
         output_dir: folder of the run.
-        overwrite_output_dir: replace an earlier run there.
+        overwrite_output_dir: replace an earlier run there, as theirs do.
         max_length: tokens of a sequence; None: no limit of its own.
         warmup_steps: a number of steps, or a share of the run's below 1; none with lr_scheduler_type "constant".
         warmup_ratio: the older name of the share.
         train_sampling_strategy: "random", or "group_by_length": rows of similar length in a step.
         group_by_length: the older name of the second.
         full_determinism: two equal runs are equal bit for bit.
-        bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
+        bf16: the computation is in bfloat16, which the model was loaded for; on a CPU float32 stands for it. None:
+            whatever it is.
         fp16: the computation is in float16, which the model was loaded for; None: whatever it is.
         embedding_learning_rate: that of embedding and head where these are trained, as of Unsloth; None: learning_rate.
         optim: the optimizer, one of adamw_torch, adamw_8bit, adafactor, lion_32bit and their other names.
@@ -79,7 +104,7 @@ class SharedArguments:
     """
 
     output_dir: str = "trainer_output"
-    overwrite_output_dir: bool = False
+    overwrite_output_dir: bool = True
     max_length: int | None = 1024
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
@@ -126,21 +151,27 @@ class SharedArguments:
 
     def __post_init__(self) -> None:
         config = type(self).__name__
-        for name, value in self.others.items():
-            values, instead = ONLY.get(name, ((value,), ""))
-            if value and value not in values:
-                served = f" or {' or '.join(map(repr, values))}" if values else ""
-                raise ConfigError(f"{config}: {name}: expected none{served}, got {value!r}; use {instead}")
-            if name not in ONLY and name not in NOT_NEEDED:
-                raise ConfigError(f"{config}: {name}: expected a name of {config}, got an unknown one")
+        for name, value in vars(self).items():
+            if isinstance(value, enum.Enum):  # transformers' names of strategies, optimizers, …
+                setattr(self, name, value.value)
+        if unknown := [name for name in self.others if name not in ARGUMENTS.known]:
+            raise ConfigError(f"{config}: {unknown[0]}: expected a name of {config}, got an unknown one")
+        plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in self.others.items()}
+        ARGUMENTS.translated(config, plain)
         for name in ("max_steps", "warmup_steps"):
             if not isinstance(value := getattr(self, name), int | float):
                 raise ConfigError(f"{config}: {name}: expected a number, got {value!r}")
-        losses = {"loss_type": self.losses} if hasattr(self, "loss_type") else {}
+        losses = {"loss_type": self.losses} if "loss_type" in vars(self) else {}
         for name, known in {**losses, **self.choices}.items():
             if (value := getattr(self, name)) not in tuple(known):
                 expected = f"{'one of ' if len(known) > 1 else ''}{', '.join(map(str, known))}"
                 raise ConfigError(f"{config}: {name}: expected {expected}, got {value!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        others = vars(self).get("others", {})
+        if name in others or name in ARGUMENTS.known:
+            return others.get(name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
 
     def settings(self, model: LanguageModel, **more: Any) -> TrainerSettings:
         """The trainer's settings.
@@ -153,7 +184,8 @@ class SharedArguments:
             ConfigError: a dtype that the model does not have.
         """
         for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-            if getattr(self, name) and str(model.dtype) != dtype:
+            instead = name == "bf16" and jax.default_backend() == "cpu" and str(model.dtype) == "float32"
+            if getattr(self, name) and str(model.dtype) != dtype and not instead:
                 raise ConfigError(
                     f"{type(self).__name__}: {name}: expected none over a model that computes in {model.dtype}, got "
                     f"true; load it with dtype={dtype!r}"
@@ -200,12 +232,35 @@ class SharedArguments:
         return kind(**alike | more)
 
 
+class TrainOutput(NamedTuple):
+    """A finished run by transformers' names, and what `Trainer.train` returns.
+
+    Attributes:
+        global_step: steps of the run.
+        training_loss: the mean over the steps, nats a target token.
+        metrics: train_runtime in seconds, train_samples_per_second, train_steps_per_second, train_loss, epoch.
+        model: the trained model.
+        folder: the adapter's folder, or the whole model's.
+        evaluation: the last held-out evaluation; None without held-out data.
+        config: the settings.
+    """
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+    model: ModelHandle
+    folder: Path
+    evaluation: Evaluation | None
+    config: TrainConfig
+
+
 class TRLTrainer:
-    """A trainer by TRL's arguments; `train()` returns what `Trainer.train` returns.
+    """A trainer by TRL's arguments.
 
     Attributes:
         Config: the class of its settings.
         args: the settings.
+        processing_class: the tokenizer.
     """
 
     Config: type[SharedArguments]
@@ -219,7 +274,8 @@ class TRLTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         tokenizer: Any = None,
-        callbacks: Sequence[Callback] = (),
+        data_collator: Any = None,
+        callbacks: Sequence[Any] | None = None,
         **others: Any,
     ):
         """Look at the settings.
@@ -227,33 +283,41 @@ class TRLTrainer:
         Args:
             model: with an adapter; or with every weight trained, but not for DPO and KTO. A reward model is one that
                 `with_score_head` has made.
-            args: the settings, a `Config`.
+            args: the settings: a `Config`, transformers' TrainingArguments or TRL's own config, or a mapping of names.
             train_dataset: as of `Trainer`.
             eval_dataset: held-out data, as of `Trainer`.
             processing_class: the tokenizer; None: the model's own.
             tokenizer: its older name.
-            callbacks: as of `Trainer`.
+            data_collator: one that pads and chooses nothing, which changes nothing here.
+            callbacks: transformers' `TrainerCallback`, or functions as of `Trainer`.
             others: names of TRL's; those of the settings (older versions had them here) are taken, those that cannot be
                 served are refused with what to use instead.
 
         Raises:
             ConfigError: settings that contradict each other or the model, or a name that is not served.
         """
-        if args is not None and not isinstance(args, self.Config):
-            config, name = self.Config.__name__, type(self).__name__
-            raise ConfigError(f"{name}: args: expected a {config}, got a {type(args).__name__}")
-        self.args: Any = self.Config(**others) if args is None else dataclasses.replace(args, **others)
+        self.args: Any = _arguments_of(self.Config, args, type(self).__name__, others)
+        _check_collator(data_collator)
         check_model(value_of(model))
-        self._tokenizer = processing_class if processing_class is not None else tokenizer
-        self._callbacks = callbacks
+        self.processing_class: Any = next(
+            (one for one in (processing_class, tokenizer) if one is not None), model.tokenizer
+        )
         held_out = None if self.args.eval_strategy == "no" else eval_dataset
         # An iterator is read here, since its first row may say what the rows are.
         self._data = [list(data) if isinstance(data, Iterator) else data for data in (train_dataset, held_out)]
-        self._trainer = self._made(model)
+        self._callbacks = list(callbacks or ())
+        self._make(model)
 
-    def _made(self, model: LanguageModel) -> Trainer:
+    def _make(self, model: LanguageModel) -> None:
+        """The trainer beneath, by the settings as they are now."""
+        listed = [callback() if isinstance(callback, type) else callback for callback in self._callbacks]
+        theirs = {id(one): is_trainer_callback(one) for one in listed}
+        told = [one for one in listed if theirs[id(one)]]
+        self._progress = TRLProgress(self.args, told, self.processing_class)
+        functions = [one for one in listed if not theirs[id(one)]]
         (train, held_out), settings = self._data, self._settings(model)
-        return Trainer(model, self._tokenizer, train, held_out, settings, callbacks=self._callbacks)
+        callbacks = [*functions, self._progress]
+        self._trainer = Trainer(model, self.processing_class, train, held_out, settings, callbacks=callbacks)
 
     def _settings(self, model: LanguageModel) -> TrainerSettings:
         return self.args.settings(model)
@@ -263,18 +327,121 @@ class TRLTrainer:
         """The model that the trainer was given, trained after `train`."""
         return self._trainer.handle
 
-    def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
-        """Train; see `Trainer.train`.
+    @property
+    def tokenizer(self) -> Any:
+        """The older name of `processing_class`."""
+        return self.processing_class
+
+    @property
+    def state(self) -> TrainerState:
+        """The progress of the run, with its `log_history`."""
+        return self._progress.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What the callbacks ask for."""
+        return self._progress.control
+
+    @property
+    def train_dataset(self) -> Any:
+        """The training data as they were given; of `SFTTrainer` as token ids."""
+        return self._data[0]
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The held-out data, as `train_dataset`; None: there are none, or eval_strategy is "no"."""
+        return self._data[1]
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, as `callbacks` has them.
 
         Args:
-            resume_from_checkpoint: go on from the newest checkpoint in the output folder.
+            callback: the callback.
         """
-        return self._trainer.train(resume=resume_from_checkpoint)
+        self._callbacks.append(callback)
+        self._make(self.model)
 
-    def save_model(self, output_dir: str) -> None:
+    def remove_callback(self, callback: Any) -> None:
+        """Take a callback out.
+
+        Args:
+            callback: the callback, or its class.
+        """
+        self._callbacks = [one for one in self._callbacks if one is not callback and type(one) is not callback]
+        self._make(self.model)
+
+    def train(self, resume_from_checkpoint: bool | str | os.PathLike[str] | None = None) -> TrainOutput:
+        """Train; see `Trainer.train`. An earlier run in the output folder is replaced; the model goes on as it is.
+
+        Args:
+            resume_from_checkpoint: True, the run's folder or its newest checkpoint: go on from that one; from the start
+                where there is none.
+
+        Raises:
+            ConfigError: another checkpoint; and what `Trainer.train` raises.
+        """
+        resume = self._resumes(resume_from_checkpoint)
+        self._progress.begins()
+        result = self._trainer.train(resume=resume)
+        metrics = self._progress.ends()
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics, *result)
+
+    def _resumes(self, asked: bool | str | os.PathLike[str] | None) -> bool:
+        if asked is None or isinstance(asked, bool):
+            return bool(asked)
+        folder = Path(self.args.output_dir).resolve()
+        kept = sorted((one for one in (folder / "checkpoints").glob("*") if one.name.isdigit()), key=_number)
+        if Path(asked).resolve() not in (folder, folder / "checkpoints", *kept[-1:]):
+            raise ConfigError(
+                f"resume_from_checkpoint: expected true, or the newest checkpoint of output_dir "
+                f"({kept[-1] if kept else f'none is in {folder}'}), got {asked}"
+            )
+        return True
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """Write the trained weights; see `language_model.saving.save_pretrained`.
 
         Args:
-            output_dir: the folder.
+            output_dir: the folder; None: that of the settings.
         """
-        self.model.save_pretrained(output_dir)
+        self.model.save_pretrained(Path(self.args.output_dir if output_dir is None else output_dir))
+
+    def __getattr__(self, name: str) -> Any:
+        instead = f"; use {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"{type(self).__name__} has no {name}{instead}")
+
+
+def _arguments_of(kind: type[SharedArguments], args: Any, trainer: str, others: Mapping[str, Any]) -> Any:
+    """The settings of a trainer from any way of giving them."""
+    if args is None:
+        return kind(**others)
+    if isinstance(args, kind):
+        return dataclasses.replace(args, **_renamed(others, kind.__name__))
+    if isinstance(args, Mapping):
+        return kind(**{**_renamed(args, kind.__name__), **_renamed(others, kind.__name__)})
+    made: Any = type(args)
+    theirs = any(base.__name__ == "TrainingArguments" for base in made.__mro__)
+    if not theirs or not dataclasses.is_dataclass(args):
+        raise ConfigError(
+            f"{trainer}: args: expected a {kind.__name__}, TrainingArguments or a mapping of names, got a "
+            f"{type(args).__name__}"
+        )
+    # Theirs has defaults of its own for the names that are served; of the others those that were changed count.
+    known = {field.name for field in dataclasses.fields(kind)}
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    plain: Any = made(output_dir=given["output_dir"])
+    given = {name: value for name, value in given.items() if name in known or value != getattr(plain, name)}
+    return kind(**{**_renamed(given, kind.__name__), **_renamed(others, kind.__name__)})
+
+
+def _check_collator(collator: Any) -> None:
+    name = getattr(collator, "__name__", type(collator).__name__)
+    if collator is not None and (name not in _COLLATORS or getattr(collator, "mlm", False)):
+        raise ConfigError(
+            f"data_collator: expected none, or one that pads and chooses nothing ({', '.join(_COLLATORS)}), got {name};"
+            " train_on_responses_only, completion_only_loss and assistant_only_loss say what is learnt"
+        )
+
+
+def _number(place: Path) -> int:
+    return int(place.name)

@@ -8,7 +8,7 @@ from annotated_types import Interval
 from fastjax.data.settings import Pairing
 from fastjax.errors import ConfigError
 from fastjax.options import checked
-from fastjax.options.kinds import NotNegative, Positive
+from fastjax.options.kinds import Count, NotNegative, Positive
 
 #: The keys that each loss takes: arguments of its class in `training.preferences`.
 TAKES: dict[str, tuple[str, ...]] = {
@@ -19,6 +19,8 @@ TAKES: dict[str, tuple[str, ...]] = {
     "simpo": ("beta", "gamma", "label_smoothing"),
     "reward": ("center_rewards_coefficient",),
 }
+#: The keys of every loss.
+LENGTHS = ("max_length", "max_prompt_length", "max_completion_length")
 #: Those that compare with the model as it was before.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 
@@ -54,9 +56,13 @@ class PreferencesSection:
     max_length: Annotated[int, Interval(ge=2)] | None = None
     """tokens of an answer with its prompt, at most; null: as many as a row (model.max_seq_length) has room for beside
     the other one of its pair, of kto beside the prompt with another one's completion."""
+    max_prompt_length: Count | None = None
+    """tokens of a prompt, at most, of which the end is kept; null: as many as there are."""
+    max_completion_length: Count | None = None
+    """tokens of an answer, at most, of which the beginning is kept; null: as many as there are."""
 
     def __post_init__(self) -> None:
-        takes = () if self.loss is None else (*TAKES[self.loss], "max_length")
+        takes = () if self.loss is None else (*TAKES[self.loss], *LENGTHS)
         takes += ("precompute_ref_log_probs",) if self.needs_reference else ()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -74,6 +80,11 @@ class PreferencesSection:
         if self.loss is None:
             return None
         return "unpaired" if self.loss == "kto" else "ranked" if self.loss == "reward" else "paired"
+
+    @property
+    def lengths(self) -> tuple[int | None, ...]:
+        """The values of `LENGTHS`."""
+        return tuple(getattr(self, name) for name in LENGTHS)
 
     @property
     def scores(self) -> bool:

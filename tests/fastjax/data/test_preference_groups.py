@@ -91,6 +91,13 @@ def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
     ]
 
 
+def test_prompts_and_answers_have_greatest_lengths(tokenizer, write_rows):
+    """A prompt keeps its end, an answer its beginning."""
+    path = write_rows("a.jsonl", [pair("abcdef ", "qqqqqqq", "z")])
+    ((*row,),), found = documents(prepare(path, tokenizer, 60, preferences=("paired", None, 3, 2)).rows)
+    assert [shown(tokenizer, found, one) for one, _ in row] == [("ef q", "qq"), ("ef z", "z</s>")]
+
+
 def test_single_answers_take_the_completion_before(tokenizer, write_rows):
     rows = [{"prompt": f"{c}{c} ", "completion": c * n, "label": n > 2} for c, n in (("x", 2), ("z", 3), ("q", 4))]
     dataset = prepare(write_rows("a.jsonl", rows), tokenizer, 20, preferences=UNPAIRED)

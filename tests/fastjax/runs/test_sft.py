@@ -103,14 +103,17 @@ def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
     for name, given in (("texts", texts), ("conversations", rows(8))):
         args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, per_device_train_batch_size=2)
         trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=given, args=args)
-        with pytest.raises(ConfigError, match="expected instruction_part, response_part and num_proc, got force_match"):
-            train_on_responses_only(trainer, force_match=True)
+        with pytest.raises(ConfigError, match="expected instruction_part, response_part and num_proc, got return_func"):
+            train_on_responses_only(trainer, return_function=True)
         if name == "texts":
-            with pytest.raises(ConfigError, match="instruction_part: expected the text that begins one, since the row"):
-                train_on_responses_only(trainer)
             with pytest.raises(DataError, match="none of the 8 examples has a token to learn: no text behind '<none>'"):
                 train_on_responses_only(trainer, instruction_part="<u>", response_part="<none>").train()
-        train_on_responses_only(trainer, **parts).train()
+        train_on_responses_only(trainer)  # which finds the parts in the chat template
+        assert trainer._parts == (parts if name == "texts" else None)
+        labels = [label for label in trainer.train_dataset[5]["labels"] if label != -100]
+        said = [message["content"] for message in rows(8)[5]["messages"] if message["role"] == "assistant"]
+        assert tokenizer.decode(labels) == "".join(f"{text}<|eot_id|>" for text in said)
+        trainer.train()
         learnt.append(re.findall(r"([\d,]+) tokens, ([\d,]+) of them learnt", capsys.readouterr().out))
     assert learnt[0] == learnt[1] and len({number for pair in learnt[0] for number in pair}) == 2
 
