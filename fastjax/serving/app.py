@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from convert.errors import shorten
 from fastjax.errors import ConfigError, DataError
 from fastjax.serving import page
 from fastjax.serving.adapters import Adapters
@@ -63,4 +64,8 @@ def create_app(worker: Worker, settings: ServerSettings) -> Starlette:
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     """No such route or method, in the form of the other errors."""
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, error.detail, headers=error.headers).response()
+    asked, headers = f"{http.method[:20]} {shorten(http.url.path, 80)}", error.headers or {}
+    there = {route.path for route in http.app.routes if route.path not in page.OPEN_PATHS}
+    methods = ", ".join(sorted(headers["Allow"].split(", "))) if "Allow" in headers else None
+    expected = methods or f"one of {', '.join(sorted(there))}"
+    return ApiError(error.status_code, f"{asked}: expected {expected}", headers=headers).response()

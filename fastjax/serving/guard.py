@@ -1,7 +1,8 @@
 """Refusals before a handler is called, and limits of what a client may send and of how slowly it may read.
 
-In this order: the header `Host` (a page elsewhere that has pointed its own name at this machine: DNS rebinding), a
-foreign `Origin`, the key, the type of the content, and the size and the time of the body, which is read here.
+In this order: a body with two lengths (request smuggling), the header `Host` (a page elsewhere that has pointed its own
+name at this machine: DNS rebinding), a foreign `Origin`, the key, the type of the content, and the size and the time of
+the body, which is read here.
 """
 
 import asyncio
@@ -92,6 +93,11 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         """Refuse by the headers."""
         headers = Headers(scope=scope)
+        if (
+            "content-length" in headers and "transfer-encoding" in headers
+        ):  # a proxy may see another end (RFC 9112, 6.1)
+            message = "Content-Length: expected none beside Transfer-Encoding"
+            raise ApiError(400, message, param="Content-Length", headers={"Connection": "close"})
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_allowed(hosts[0]):
             raise ApiError(403, "Host: expected an IP address, localhost, or a name of --allowed_host", param="Host")

@@ -34,6 +34,7 @@ class ServedModel:
         tokenizer: its tokenizer.
         tokens: the texts of its tokens.
         vocabulary: number of the model's tokens.
+        longest_token: characters of its longest token.
         defaults: sampling where a request does not say it: the folder's generation_config.json's, and temperature 1,
             as OpenAI's, where that says nothing; 0 where it says `do_sample: false`.
         ends: the tokens that end an answer.
@@ -55,6 +56,7 @@ class ServedModel:
             raise ConfigError("serve: expected a model with a tokenizer, got one without; load it from a folder")
         self.tokenizer = cast("PreTrainedTokenizerBase", model.tokenizer)
         self.tokens, self.vocabulary = TokenNames(self.tokenizer), model.config.vocab_size
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
         self._special_tokens: SpecialTokens = settings.special_tokens
         folder = {} if model.folder is None else generation_settings(model.folder)
         self.defaults: dict[str, Any] = {"temperature": 1.0}

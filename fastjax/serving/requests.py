@@ -166,9 +166,11 @@ class Reader:
                 raise ApiError(400, message, param="reasoning_effort")
             variables["reasoning_effort"] = effort
         encoder = model.encoder(variables)
+        tools = _tools(found)
+        self._check_characters(model, (found["messages"], tools), "messages")
         messages = parse_messages(found["messages"], "messages")
         try:
-            return encoder.encode_prompt(messages, _tools(found), continue_final_message=continued)
+            return encoder.encode_prompt(messages, tools, continue_final_message=continued)
         except DataError as error:
             message = str(error).removeprefix("the prompt: ")
             raise ApiError(400, f"messages: {message}", param="messages") from error
@@ -193,7 +195,17 @@ class Reader:
             raise ApiError(400, message, param="prompt")
         if len(prompt) * found.get("n", 1) > self._settings.answers if isinstance(found.get("n", 1), int) else False:
             raise self._too_many(len(prompt) * found.get("n", 1))
+        for each in prompt:
+            self._check_characters(model, each if isinstance(each, str) else "", "prompt")
         return [_tokens(model, each, "prompt" if one else f"prompt[{place}]") for place, each in enumerate(prompt)]
+
+    def _check_characters(self, model: ServedModel, prompt: Any, where: str) -> None:
+        """Refuse what cannot fit, however its characters become tokens, before that takes seconds."""
+        count = _characters(prompt)
+        if count > self.max_length * model.longest_token:
+            problem = f"expected prompt and answer of at most {self.max_length} tokens together, got {count} characters"
+            message = f"{where}: {problem}, which are more; shorten the prompt"
+            raise ApiError(400, message, param=where, code="context_length_exceeded")
 
     def _options(
         self,
@@ -267,6 +279,15 @@ def _tokens(model: ServedModel, prompt: Any, where: str) -> list[int]:
             message = f"{where}[{place}]: expected a token id from 0 to {vocabulary - 1}, got {shown(token, 60)}"
             raise ApiError(400, message, param="prompt")
     return prompt
+
+
+def _characters(value: Any) -> int:
+    """Characters of the texts within a value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _characters(each) for key, each in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _echo(model: ServedModel, prompt: Sequence[int]) -> Echo:

@@ -85,9 +85,24 @@ def test_figures_name_nobody(server):
 
 
 def test_errors_have_one_form(server):
-    for method, path, status in (("GET", "/none", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)):
-        response = server.client.request(method, path)
+    """One for a route that is not there names those that are."""
+    found = {}
+    for method, path, status in (("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)):
+        response = server.client.request(method, path, json={} if method == "POST" else None)
         assert response.status_code == status and response.json()["error"]["type"]
+        found[path] = response.json()["error"]["message"]
+    assert found["/v1/embeddings"].startswith("POST /v1/embeddings: expected one of /health, /metrics, /run, /tokenize")
+    assert found[CHAT] == f"GET {CHAT}: expected POST" and found["/health"] == "DELETE /health: expected GET, HEAD"
+
+
+def test_a_body_with_two_lengths_is_no_second_request(server):
+    """A proxy that goes by the other one would let it pass as the first one's body."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 40\r\n"
+    data = f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(data.encode())
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert status_of(said) == 400 and said.count(b"HTTP/1.1") == 1
 
 
 def test_too_much(server):

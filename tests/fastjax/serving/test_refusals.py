@@ -87,6 +87,16 @@ def test_lengths(server):
     )
     long = server.refused(COMPLETIONS, text_body("a" * (LENGTH + 1), max_tokens=1))
     assert f"got a prompt of {LENGTH + 2 - 1} tokens" in long["message"] or "tokens and max_tokens 1" in long["message"]
+    for path, body in (
+        (CHAT, chat_body("a" * 10**5)),
+        (COMPLETIONS, text_body("a" * 10**5)),
+        ("/tokenize", {"prompt": "a" * 10**5}),
+    ):
+        error = server.post(path, body).json()["error"]  # so long that nothing counts its tokens
+        assert (
+            f"at most {LENGTH} tokens together, got 1000" in error["message"] and "which are more" in error["message"]
+        )
+        assert error["code"] == "context_length_exceeded"
     one = server.ok(CHAT, chat_body(max_tokens=1))
     assert one["usage"]["completion_tokens"] == 1 and one["choices"][0]["finish_reason"] == "length"
     body = chat_body(max_completion_tokens=3, max_tokens=3)
