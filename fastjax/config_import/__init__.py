@@ -24,15 +24,7 @@ TOOLS: dict[str, Tool] = {tool.name: tool for tool in (AXOLOTL, LLAMA_FACTORY, L
 
 
 def tool_of(content: Mapping[Any, Any], file: Path) -> Tool:
-    """The tool whose settings a file holds.
-
-    Args:
-        content: the file, parsed.
-        file: its name.
-
-    Raises:
-        ConfigError: the keys of none, or of several.
-    """
+    """The tool whose settings a file holds; a file with the keys of none, or of several, is a ConfigError."""
     marks_of = {name: [mark for mark in tool.marks.split() if mark in content] for name, tool in TOOLS.items()}
     most = max(map(len, marks_of.values()))
     best = [name for name, marks in marks_of.items() if len(marks) == most]

@@ -16,13 +16,9 @@ _FAST = ("cut_cross_entropy", "liger", "kernels", "expert_parallel")
 
 #: weight_dtype and activation_dtype of `qat` → weights and activations of training.qat.
 _QAT: dict[str, tuple[str | None, str | None]] = {
-    "int4 None": ("int4", None),
-    "int4 int8": ("int4", "int8"),
-    "nvfp4 None": ("nvfp4", None),
-    "nvfp4 nvfp4": ("nvfp4", "nvfp4"),
-    "mxfp4 None": ("mxfp4", None),
-    "float8_e4m3fn float8_e4m3fn": ("fp8-row", "fp8"),
-    "fp8 fp8": ("fp8-row", "fp8"),
+    **{"int4 None": ("int4", None), "int4 int8": ("int4", "int8"), "mxfp4 None": ("mxfp4", None)},
+    **{"nvfp4 None": ("nvfp4", None), "nvfp4 nvfp4": ("nvfp4", "nvfp4")},
+    **dict.fromkeys(("float8_e4m3fn float8_e4m3fn", "fp8 fp8"), ("fp8-row", "fp8")),
 }
 
 
@@ -35,10 +31,9 @@ def _base(job: Job) -> None:
 
 def _method(job: Job) -> None:
     """LoRA, QLoRA or full fine-tuning; the base in 4, 8 or 16 bits."""
-    adapter, four, eight = job.take("adapter", str), job.flag("load_in_4bit"), job.flag("load_in_8bit")
-    if adapter not in (None, "lora", "qlora"):
-        job.refused["adapter"] = "there are lora, qlora and none (full fine-tuning)"
-    if adapter is None:
+    adapter = job.choose("adapter", ("lora", "qlora", ""), "", "there are lora, qlora and none (full fine-tuning)")
+    four, eight = job.flag("load_in_4bit"), job.flag("load_in_8bit")
+    if not adapter:
         job.carry("adapter", "model.full_finetuning", True, "no adapter is named")
         job.carry("load_in_4bit", "model.load_in_4bit", False, "a base that is trained has 16 bits or more")
     else:
@@ -58,11 +53,9 @@ def _method(job: Job) -> None:
 def _rows(job: Job) -> None:
     """Rows a step."""
     total, rows = job.integer("batch_size"), job.integer("micro_batch_size") or 1
-    steps = job.integer("gradient_accumulation_steps")
     job.carry("micro_batch_size", "training.per_device_train_batch_size", rows)
-    if steps is None and total is not None:
+    if total is not None and job.values.get("gradient_accumulation_steps") is None:
         job.carry("batch_size", "training.gradient_accumulation_steps", max(1, total // rows))
-    job.carry_given("gradient_accumulation_steps", "training.gradient_accumulation_steps", steps)
 
 
 def _schedule(job: Job) -> None:
@@ -71,10 +64,9 @@ def _schedule(job: Job) -> None:
         job.carry("cosine_min_lr_ratio", "optimizer.min_lr_ratio", lowest)
     shared.schedule(job, "lr_scheduler", "lr_scheduler_kwargs", default="cosine")
     shared.warmup(job, "warmup_steps", "warmup_ratio")
-    given = [job.values.get(key) for key in ("warmup_steps", "warmup_ratio")]
-    if given == [None, None] and job.values.get("lr_scheduler") != "constant":
-        note = f"{job.tool.name}'s default, at most 100 steps there"
-        job.carry("warmup_ratio", "optimizer.warmup_ratio", 0.03, note)
+    constant = job.values.get("lr_scheduler") == "constant"
+    if not constant and job.values.get("warmup_steps") is None and job.values.get("warmup_ratio") is None:
+        job.carry("warmup_ratio", "optimizer.warmup_ratio", 0.03, "axolotl's default, at most 100 steps there")
     shared.optimizer(job, "optimizer")
 
 
@@ -89,17 +81,14 @@ def _checkpoints(job: Job) -> None:
     """When to save and to evaluate."""
     for kind, setting in (("save", "output.save_steps"), ("eval", "training.eval_steps")):
         shared.cadence(job, f"{kind}_steps", setting)
-        strategy, times = job.take(f"{kind}_strategy", str), job.number(f"{kind}s_per_epoch")
+        strategy = job.choose(f"{kind}_strategy", ("no", "steps", "epoch", "best", ""), "")
+        times = job.number(f"{kind}s_per_epoch")
         if times and setting not in job.carried:
             _per_epoch(job, f"{kind}s_per_epoch", times, setting)
         if strategy == "best":
             job.not_carried[f"{kind}_strategy"] = "output.load_best_model_at_end keeps the best checkpoint"
-        elif setting in job.carried or strategy in ("steps", "no"):
-            pass
-        elif strategy == "epoch" or (strategy is None and kind == "save"):
+        elif setting not in job.carried and (strategy == "epoch" or (strategy == "" and kind == "save")):
             job.carry(f"{kind}_strategy", setting, "epoch")
-        elif strategy is not None:
-            raise job.wrong(f"{kind}_strategy", "no, steps, epoch or best", strategy)
 
 
 def _per_epoch(job: Job, key: str, times: float, setting: str) -> None:
@@ -148,11 +137,9 @@ def _tokens(job: Job) -> None:
 
 
 def _qat(job: Job) -> None:
-    given = job.mapping("qat")
-    if given:
-        wanted = [None if given.get(key) is None else str(given[key]) for key in ("weight_dtype", "activation_dtype")]
-        embedding = given.get("quantize_embedding")
-        weights, activations = (None, None) if embedding else _QAT.get(" ".join(map(str, wanted)), (None, None))
+    if given := job.mapping("qat"):
+        wanted = f"{given.get('weight_dtype')} {given.get('activation_dtype')}"
+        weights, activations = (None, None) if given.get("quantize_embedding") else _QAT.get(wanted, (None, None))
         size, start = given.get("group_size") or 32, given.get("fake_quant_after_n_steps")
         shared.fake_quantisation(job, "qat", weights, size, activations, start)
 
@@ -205,8 +192,8 @@ SETTINGS = {
     "peft_init_lora_weights:init_lora_weights peft_trainable_token_indices:trainable_token_indices "
     "peft_ensure_weight_tying:ensure_weight_tying lora_model_dir:adapter",
     "optimizer": "embedding_lr:embedding_learning_rate adam_eps:adam_epsilon",
-    "training": "num_epochs:num_train_epochs max_steps eval_batch_size:per_device_eval_batch_size "
-    "early_stopping_patience noisy_embedding_alpha:neftune_noise_alpha",
+    "training": "gradient_accumulation_steps num_epochs:num_train_epochs max_steps "
+    "eval_batch_size:per_device_eval_batch_size early_stopping_patience noisy_embedding_alpha:neftune_noise_alpha",
     "data": "chat_template_kwargs dataset_exact_deduplication:deduplicate",
     "output": "output_dir auto_resume_from_checkpoints:resume",
     "parallel": "dp_replicate_size:data dp_shard_size:fsdp context_parallel_size:context "
@@ -215,13 +202,9 @@ SETTINGS = {
 
 DEFAULTS = {"sequence_len": 512, "lora_r": 8, "lora_alpha": 8, "output_dir": "./model-out"}
 
-AXOLOTL = Tool(
-    "axolotl",
-    "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset",
-    (
-        *(_base, _method, _rows, _schedule, _precision, _checkpoints, _trackers, preferences),
-        *(data, _tokens, _qat, _plugins, _config, _unfrozen),
-    ),
-    (shared.SETTINGS, SETTINGS),
-    DEFAULTS,
-)
+_GROUPS = [_base, _method, _rows, _schedule, _precision, _checkpoints, _trackers, preferences, data]
+_GROUPS += [_tokens, _qat, _plugins, _config, _unfrozen]
+
+_MARKS = "base_model sequence_len micro_batch_size num_epochs datasets sample_packing pretraining_dataset"
+
+AXOLOTL = Tool("axolotl", _MARKS, _GROUPS, (shared.SETTINGS, SETTINGS), DEFAULTS)

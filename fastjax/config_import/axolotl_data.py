@@ -22,20 +22,13 @@ _INSTRUCTIONS: dict[str, tuple[dict[str, str], str]] = {
     **{"alpaca:phi": (_ALPACA, "phi-3"), "alpaca:chatml": (_ALPACA, "chatml")},
     **{"alpaca_chat.load_qa": (_QUESTION, "vicuna"), "gpteacher": (_ALPACA | {"output": "response"}, "alpaca")},
     "alpaca_w_system.load": (_ALPACA | {"system": "system"}, "alpaca"),
-    "alpaca_w_system.load_open_orca": (
-        {"instruction": "question", "output": "response", "system": "system_prompt"},
-        "alpaca",
-    ),
+    "alpaca_w_system.load_open_orca": (_QUESTION | {"output": "response", "system": "system_prompt"}, "alpaca"),
 }
 _KNOWN = ("chat_template", "sharegpt", "completion", *_INSTRUCTIONS)
 #: Second part of a type of pairs → the column of the prompt; None: it is what both answers begin with.
 _PAIRS: dict[str, str | None] = {
-    "argilla": "instruction",
-    "argilla_chat": None,
-    "icr": "input",
-    "intel": "question",
-    "prompt_pairs": "prompt",
-    "ultra": "prompt",
+    **{"argilla": "instruction", "argilla_chat": None, "icr": "input", "intel": "question"},
+    **{"prompt_pairs": "prompt", "ultra": "prompt"},
 }
 #: Those of single answers.
 _SINGLE = {form: prompt for form, prompt in _PAIRS.items() if form not in ("argilla_chat", "icr")}
@@ -43,10 +36,8 @@ _SINGLE = {form: prompt for form, prompt in _PAIRS.items() if form not in ("argi
 _OWN_TEMPLATES = ("chatml", "llama3")
 #: Types of messages with two answers → the default column of their prompt; None as in `_PAIRS`.
 _MESSAGES = {
-    "chat_template": "messages",
-    "chat_template.default": "messages",
-    "chat_template.argilla": "prompt",
-    "chat_template.argilla_chat": None,
+    **dict.fromkeys(("chat_template", "chat_template.default"), "messages"),
+    **{"chat_template.argilla": "prompt", "chat_template.argilla_chat": None},
 }
 #: A type of a reward model's pairs → the kind of its rows.
 _REWARDS = {"bradley_terry.chat_template": "chat", "bradley_terry.llama3": "llama3"}
@@ -61,12 +52,9 @@ _ARGUMENTS: dict[str, dict[str, tuple[str, float | None]]] = {
 _IDLE = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "input_format", "chat_template")
 #: Keys of a data set whose values have one meaning here → that value.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "train_on_eos": ("turn",),
-    "train_on_eot": ("turn",),
-    "message_field_training": ("train", "weight"),
-    "template_thinking_key": REASONING,
-    "field_thinking": REASONING,
-    "split_thinking": (False,),
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), ("turn",)),
+    **dict.fromkeys(("template_thinking_key", "field_thinking"), REASONING),
+    **{"message_field_training": ("train", "weight"), "split_thinking": (False,), "drop_system_message": (True, False)},
 }
 
 
@@ -79,10 +67,7 @@ def preferences(job: Job) -> None:
         shared.answer_length(job, "sequence_len", 512)
     elif loss is not None and job.flag("reward_model"):
         job.refused["reward_model"] = "rl names another loss"
-    if loss is None:
-        return
-    if loss not in LOSSES:
-        job.refused["rl"] = f"{shorten(loss, 80)}: {NO_RL}"
+    if loss is None or job.choose("rl", LOSSES, "", NO_RL) == "":
         return
     shared.carry_loss(job, "rl", loss, _ARGUMENTS.get(loss, {}))
     given = {key: value for key in ("trl.beta", "rl_beta", "orpo_alpha") if (value := job.number(key)) is not None}
@@ -105,11 +90,10 @@ def preferences(job: Job) -> None:
 
 def data(job: Job) -> None:
     """Data sets, their template, and what is learnt of them."""
-    rows_streamed = {"streaming": job.flag("streaming") or None}
-    listed = [source | rows_streamed for source in _sources(job, "datasets")]
-    streamed = job.take("pretraining_dataset", list | str | dict[str, Any]) or []
-    streamed = streamed if isinstance(streamed, list) else [streamed]
-    listed += [_pretraining(job, f"pretraining_dataset[{n}]", item) for n, item in enumerate(streamed)]
+    whole, streamed = _sources(job, "datasets"), _sources(job, "pretraining_dataset")
+    rows_streamed = job.flag("streaming") or None
+    listed = [source | {"streaming": rows_streamed} for source in whole]
+    listed += [source | {"streaming": True} for source in streamed]
     if not listed and not job.refused:
         raise job.wrong("datasets", "at least one data set", None)
     held_out = _sources(job, "test_datasets")
@@ -127,9 +111,8 @@ def data(job: Job) -> None:
         job.carry("train_on_inputs", "data.loss_on", "all")
     elif roles - {("assistant",)}:
         job.carry("datasets[].roles_to_train", "data.loss_on", list(roles.pop()))
-    too_long = job.take("excess_length_strategy", str) or ("split" if kinds == {"text"} else "drop")
-    if too_long == "raise":
-        job.refused["excess_length_strategy"] = "data.too_long has truncate, split and drop"
+    usual = "split" if kinds == {"text"} else "drop"
+    too_long = job.choose("excess_length_strategy", ("truncate", "split", "drop"), usual)
     job.carry("excess_length_strategy", "data.too_long", too_long)
     job.carry("sample_packing", "data.packing", job.flag("sample_packing", default=bool(streamed)))
 
@@ -166,12 +149,19 @@ def _template(job: Job, sources: list[dict[str, Any]]) -> None:
 
 def _sources(job: Job, key: str) -> list[dict[str, Any]]:
     """Data sets as sections of data.train, each with the kind of its rows and the roles that are learnt."""
-    items = enumerate(job.take(key, list) or [])
-    return [source for n, item in items for source in _source(job, f"{key}[{n}]", item)]
+    plain = key == "pretraining_dataset"
+    items = job.take(key, list | str | dict[str, Any] if plain else list) or []
+    found = []
+    for number, item in enumerate(items if isinstance(items, list) else [items]):
+        given = {"path": item} if plain and isinstance(item, str) else job.checked(f"{key}[{number}]", item)
+        if plain and given.pop("type", "pretrain") not in ("pretrain", "completion"):
+            job.refused[f"{key}[{number}].type"] = "pretraining reads plain text"
+        text = {"type": "completion", "field": given.pop("text_column", "text")} if plain else {}
+        found += _source(job, f"{key}[{number}]", given | text)
+    return found
 
 
-def _source(job: Job, where: str, item: Any) -> list[dict[str, Any]]:
-    given = job.checked(where, item)
+def _source(job: Job, where: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     path = job.checked(f"{where}.path", given.pop("path", None), str)
     files = job.checked(f"{where}.data_files", given.pop("data_files", None), list[str] | str | None)
     source = {"path": path, "name": given.pop("name", None)}
@@ -187,31 +177,17 @@ def _source(job: Job, where: str, item: Any) -> list[dict[str, Any]]:
             job.refused[f"{where}.{key}"] = 'a part of the data is its split: "train[:10%]"'
         elif key == "drop_system_message" and value:
             job.not_carried[f"{where}.{key}"] = "system messages stay; take them out of the rows"
-        elif key not in (*_FIXED, *_IDLE, "drop_system_message"):
+        elif key not in (*_FIXED, *_IDLE):
             job.not_carried[f"{where}.{key}"] = "unknown to this import"
     return shared.with_files(source, files)
-
-
-def _pretraining(job: Job, where: str, item: Any) -> dict[str, Any]:
-    """A data set of plain text that is streamed."""
-    given = {"path": item} if isinstance(item, str) else job.checked(where, item)
-    source = {key: given.pop(key) for key in ("path", "name") if key in given}
-    source["split"] = str(given.pop("split", "train"))
-    source |= {"kind": "text", "streaming": True, "columns": {"text": given.pop("text_column", "text")}}
-    if given.pop("type", "pretrain") not in ("pretrain", "completion"):
-        job.refused[f"{where}.type"] = "pretraining reads plain text"
-    job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
-    return source
 
 
 def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     """The kind of a data set's rows and their columns, whose keys are removed from `given`."""
     kind = given.pop("type", None)
     if isinstance(kind, dict):
-        for key in ("system_prompt", "system_format", "format", "no_input_format"):
-            if kind.get(key):
-                why = "rows go through a chat template: data.chat_template takes a Jinja file"
-                job.refused[f"{where}.type.{key}"] = why
+        for key in filter(kind.get, ("system_prompt", "system_format", "format", "no_input_format")):
+            job.refused[f"{where}.type.{key}"] = "rows go through data.chat_template, which takes a Jinja file"
         named = {name: kind.get(f"field_{name}") or name for name in _INSTRUCTION}
         system = {"system": kind["field_system"]} if kind.get("field_system") else {}
         return {"kind": "chat", "columns": named | system}
@@ -226,8 +202,7 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
         job.refused[f"{where}.type"] = f"{kind} is not supported; {', '.join(_KNOWN)} or fields there are"
         return {"kind": "chat"}
     usual = ("conversations", "from", "value") if kind == "sharegpt" else ("messages", "role", "content")
-    column = given.pop("field_messages", None) or usual[0]
-    columns = {_speech(job, where, given, *usual[1:]): column}
+    columns = {_speech(job, where, given, *usual[1:]): given.pop("field_messages", None) or usual[0]}
     learnt = given.pop("roles_to_train", ["assistant"])
     roles = [SHAREGPT_ROLES.get(str(name)) for name in learnt] if isinstance(learnt, list) else []
     if not roles or None in roles:
@@ -253,17 +228,22 @@ def _speech(job: Job, where: str, given: dict[str, Any], role: str, content: str
 def _preference_columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     """The kind and the columns of a data set of preferences; their keys are removed from `given`."""
     kind, single = given.pop("type", None), job.values.get("rl") == "kto"
-    if isinstance(kind, dict):
-        return _texts(job, f"{where}.type", job.checked(f"{where}.type", kind), single)
+    if isinstance(kind, dict):  # texts, whose columns it lists
+        kind = job.checked(f"{where}.type", kind)
+        names = ("prompt", "completion", "label") if single else ("prompt", *PAIR)
+        for key, only in {**{f"{name}_format": f"{{{name}}}" for name in names}, "field_system": None}.items():
+            shared.wants(job, f"{where}.type.{key}", kind.pop(key, None), only, "texts are as they are")
+        columns = job.checked(where, {name: kind.pop(f"field_{name}", None) or name for name in names}, dict[str, str])
+        job.not_carried |= {f"{where}.type.{key}": "unknown to this import" for key in kind}
+        return {"kind": "texts", "columns": columns}
     prompts, messages = (_SINGLE, {}) if single else (_PAIRS, _MESSAGES)
     template = next((name for name in _OWN_TEMPLATES if str(kind).startswith(f"{name}.")), None)
     if template and (form := str(kind).removeprefix(f"{template}.")) in prompts:
         answers = {"completion": "completion", "label": "label"} if single else PAIR
         if form == "argilla" and not single:
             answers = {name: f"{name}_response" for name in PAIR}
-        if (prompt := prompts[form]) is None:
-            return {"kind": template, "columns": answers}
-        return {"kind": template, "columns": {"prompt": prompt, **answers}}
+        prompt = {} if prompts[form] is None else {"prompt": prompts[form]}
+        return {"kind": template, "columns": prompt | answers}
     if (style := _REWARDS.get(str(kind))) is not None and job.flag("reward_model"):
         return {"kind": style, "columns": {"prompt": "input", **PAIR}}
     if isinstance(kind, str) and kind in messages:
@@ -276,16 +256,3 @@ def _preference_columns(job: Job, where: str, given: dict[str, Any]) -> dict[str
     reason = f"is not supported with rl: {shorten(str(job.values.get('rl')), 80)}; {known} and fields there are"
     job.refused[f"{where}.type"] = f"{shorten(str(kind), 80)} {reason}"
     return {"kind": "chat"}
-
-
-def _texts(job: Job, where: str, given: dict[str, Any], single: bool) -> dict[str, Any]:
-    """A data set of texts whose type lists its columns."""
-    names = ("prompt", "completion", "label") if single else ("prompt", *PAIR)
-    for name in names:
-        shared.wants(
-            job, f"{where}.{name}_format", given.pop(f"{name}_format", None), f"{{{name}}}", "texts are as they are"
-        )
-    shared.wants(job, f"{where}.field_system", given.pop("field_system", None), None, "texts are as they are")
-    columns = job.checked(where, {name: given.pop(f"field_{name}", None) or name for name in names}, dict[str, str])
-    job.not_carried |= {f"{where}.{key}": "unknown to this import" for key in given}
-    return {"kind": "texts", "columns": columns}

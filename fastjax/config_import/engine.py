@@ -12,13 +12,8 @@ from fastjax.errors import ConfigError
 from fastjax.options import fits
 
 #: Settings that need held-out data.
-_OF_EVALUATION = (
-    "training.eval_steps",
-    "training.per_device_eval_batch_size",
-    "training.early_stopping_patience",
-    "training.early_stopping_threshold",
-    "output.load_best_model_at_end",
-)
+_EVALUATING = "eval_steps", "per_device_eval_batch_size", "early_stopping_patience", "early_stopping_threshold"
+_OF_EVALUATION = (*(f"training.{name}" for name in _EVALUATING), "output.load_best_model_at_end")
 #: Settings of an adapter that a run has beside one to start from.
 _WITH_AN_ADAPTER = ("lora.adapter", "lora.lora_dropout")
 _SO_HERE = "so it is here"
@@ -27,15 +22,7 @@ _NOTHING = "it is as here, off, or said by another key"
 
 
 def import_settings(tool: Tool, content: Mapping[Any, Any], file: Path) -> Job:
-    """Carry a tool's settings over.
-
-    Args:
-        tool: the tool.
-        content: its file, parsed.
-        file: the file's name.
-
-    Returns:
-        The report: each key with the setting or the reason that it has here.
+    """Carry the settings of a tool's file over, and report each key with the setting or the reason that it has here.
 
     Raises:
         ConfigError: keys that change the result and have no equivalent, or values that the tool itself could not take.
@@ -73,9 +60,8 @@ def _pass(job: Job, key: str, value: Any) -> None:
         if key not in (line.key for line in job.carried.values()):
             job.not_needed[key] = "null: the default"
     elif setting is not None:
-        if (carried := _value(job, key, setting, value)) is not None:
-            job.carry(key, setting, carried)
-        else:
+        job.carry_given(key, setting, carried := _value(job, key, setting, value))
+        if carried is None:
             job.not_needed[key] = _NOTHING
     elif reason is None:
         job.not_carried[key] = f"unknown to this import; no setting of {job.tool.name} that it knows"

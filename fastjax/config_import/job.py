@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from fastjax.training.config import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A tool's settings. Texts list keys; one that ends in * stands for all keys that begin so.
+    """A tool's settings. Texts list keys.
 
     Attributes:
         name: as on the command line.
@@ -38,24 +38,12 @@ class Tool:
     @functools.cached_property
     def becomes(self) -> dict[str, str]:
         """A key of `settings` → the setting that it becomes, section.name."""
-        listed = [
-            (section, *entry.partition(":"))
-            for keys in self.settings
-            for section, text in keys.items()
-            for entry in text.split()
-        ]
-        return {key: f"{section}.{name or key}" for section, key, _, name in listed}
+        rows = [(section, entry) for keys in self.settings for section, text in keys.items() for entry in text.split()]
+        return {key: f"{section}.{name or key}" for section, row in rows for key, _, name in [row.partition(":")]}
 
 
 class Carried(NamedTuple):
-    """A key that was carried over.
-
-    Attributes:
-        key: in the tool's file.
-        setting: here, section.name.
-        value: of the setting.
-        note: in what it differs, or that it is the tool's default; "": nothing to say.
-    """
+    """A key that was carried over, its setting (section.name), and in what that differs, or "": nothing to say."""
 
     key: str
     setting: str
@@ -104,6 +92,14 @@ class Job:
         if not fits(value, kind):
             raise self.wrong(key, describe(kind), value)
         return value
+
+    def choose(self, key: str, known: Iterable[str], default: str, why: str = "there are {}") -> str:
+        """A key's name among those that are known; another is refused, and the default taken."""
+        name, known = self.take(key, str) or default, list(known)
+        if name in known:
+            return name
+        self.refused[key] = f"{shorten(name, 80)}: {why.format(', '.join(known))}"
+        return default
 
     def flag(self, key: str, default: bool = False) -> bool:
         """A key's true or false."""

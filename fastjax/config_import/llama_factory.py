@@ -3,7 +3,6 @@
 What its own arguments do not name are transformers' TrainingArguments, with their defaults.
 """
 
-from convert.errors import shorten
 from fastjax.config_import import shared
 from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.llama_factory_data import STAGES, data, preferences
@@ -21,41 +20,38 @@ def _base(job: Job) -> None:
 
 def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
-    stage = job.take("stage", str) or "sft"
-    if stage not in ("sft", "pt", *STAGES):
-        job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), {', '.join(STAGES)} there are"
-    method = job.take("finetuning_type", str) or "lora"
-    if method not in ("lora", "full", "freeze"):
-        job.refused["finetuning_type"] = f"{shorten(method, 80)}: {METHOD}"
-    job.carry("finetuning_type", "model.full_finetuning", method != "lora")
-    if method == "freeze":
-        unfrozen(job)
-    bits(job, "quantization_bit", "quantization_method", method)
+    job.choose("stage", ("sft", "pt", *STAGES), "sft")
     rank, alpha = job.integer("lora_rank", 8), job.number("lora_alpha")
     job.carry("lora_rank", "lora.r", rank)
     note = f"{job.tool.name}'s default: twice the rank" if alpha is None else ""
     job.carry("lora_alpha", "lora.lora_alpha", 2 * (rank or 8) if alpha is None else alpha, note)
-    targets, adapters = job.names("lora_target"), job.names("adapter_name_or_path")
-    if targets not in ([], ["all"]):  # lora.target_modules: null is every projection
-        job.carry("lora_target", "lora.target_modules", targets)
-    if adapters and (len(adapters) > 1 or job.values.get("create_new_adapter") or method == "full"):
-        job.refused["adapter_name_or_path"] = "one adapter to go on from; merge others first (`fastjax convert merge`)"
-    elif adapters:
-        job.carry("adapter_name_or_path", "lora.adapter", adapters[0])
+    method(job, "finetuning_type", "lora", "quantization_bit", "quantization_method", "lora_target", "")
 
 
-def bits(job: Job, key: str, how_key: str, method: str) -> None:
-    """Carry the bits of the base over."""
-    count, how = job.number(key), job.take(how_key, str) or "bnb"
+def method(job: Job, key: str, default: str, bits: str, how: str, targets: str, section: str) -> None:
+    """Carry over what is trained, by LoRA's keys and those of a section, and the bits of the base."""
+    kind = job.choose(key, ("lora", "full", "freeze"), default, METHOD)
+    job.carry(key, "model.full_finetuning", kind != "lora")
+    if kind == "freeze":
+        _unfrozen(job, section)
+    count = job.number(bits)
     note = {4: "", 8: "the base in 16 bits instead of 8"}.get(count, "the base in 16 bits")
-    job.carry(key, "model.load_in_4bit", count == 4 and method == "lora", note)
+    job.carry(bits, "model.load_in_4bit", count == 4 and kind == "lora", note)
     if count not in (None, 4, 8):
-        job.refused[key] = "a base in 16 or 4 bits, 8 is held in 16"
-    if count is not None and how not in ("bnb", "auto"):
-        job.refused[how_key] = f"{shorten(how, 80)}: 4 bits are bitsandbytes' NF4"
+        job.refused[bits] = "a base in 16 or 4 bits, 8 is held in 16"
+    if count is not None:
+        job.choose(how, ("bnb", "auto"), "bnb", "4 bits are bitsandbytes' NF4")
+    names, start = job.names(targets), f"{section}adapter_name_or_path"
+    if names not in ([], ["all"]):  # lora.target_modules: null is every projection
+        job.carry(targets, "lora.target_modules", names)
+    adapters = job.names(start)
+    if adapters and (len(adapters) > 1 or job.values.get("create_new_adapter") or kind != "lora"):
+        job.refused[start] = "one adapter to go on from; merge others first (`fastjax convert merge`)"
+    elif adapters:
+        job.carry(start, "lora.adapter", adapters[0])
 
 
-def unfrozen(job: Job, section: str = "") -> None:
+def _unfrozen(job: Job, section: str) -> None:
     """Carry over which layers, from the end or the beginning, and which modules beside them are trained."""
     key = f"{section}freeze_trainable_layers"
     count, modules = job.integer(key, 2), job.names(f"{section}freeze_trainable_modules") or ["all"]
@@ -75,12 +71,9 @@ def _schedule(job: Job) -> None:
     steps = job.integer("max_steps")
     if steps is not None and steps > 0:
         job.carry("max_steps", "training.max_steps", steps)
-    order = job.take("train_sampling_strategy")
-    if order == "group_by_length":
+    reason = "rows are shuffled (random), or of similar length in a step (group_by_length)"
+    if job.choose("train_sampling_strategy", ("random", "group_by_length"), "random", reason) == "group_by_length":
         job.carry("train_sampling_strategy", "training.group_by_length", True)
-    elif order not in (None, "random"):
-        reason = "rows are shuffled (random), or of similar length in a step (group_by_length)"
-        job.refused["train_sampling_strategy"] = reason
 
 
 def _precision(job: Job) -> None:
@@ -123,19 +116,11 @@ SETTINGS = {
     "output": "output_dir overwrite_output_dir run_name",
 }
 
-DEFAULTS = {
-    "cutoff_len": 2048,
-    "learning_rate": 5e-5,
-    "per_device_train_batch_size": 8,
-    "num_train_epochs": 3.0,
-    "output_dir": "saves",
-}
+DEFAULTS = {"cutoff_len": 2048, "learning_rate": 5e-5, "per_device_train_batch_size": 8, "num_train_epochs": 3.0}
+DEFAULTS |= {"output_dir": "saves"}
 
-LLAMA_FACTORY = Tool(
-    "llama-factory",
-    "model_name_or_path stage finetuning_type cutoff_len template dataset_dir lora_target per_device_train_batch_size "
-    "num_train_epochs",
-    (_base, _method, _schedule, _precision, _checkpoints, preferences, data),
-    (shared.SETTINGS, SETTINGS),
-    DEFAULTS,
-)
+_MARKS = "model_name_or_path stage finetuning_type cutoff_len template dataset_dir lora_target"
+_MARKS += " per_device_train_batch_size num_train_epochs"
+_GROUPS = (_base, _method, _schedule, _precision, _checkpoints, preferences, data)
+
+LLAMA_FACTORY = Tool("llama-factory", _MARKS, _GROUPS, (shared.SETTINGS, SETTINGS), DEFAULTS)

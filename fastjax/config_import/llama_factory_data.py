@@ -1,5 +1,6 @@
 """LLaMA-Factory's data sets, which dataset_info.json describes, their template, and the stages of preferences."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _LOSSES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
 }
 _BETA: dict[str, tuple[str, float | None]] = {"beta": ("pref_beta", 0.1)}
 _WEIGHTS = {"desirable_weight": ("kto_chosen_weight", 1.0), "undesirable_weight": ("kto_rejected_weight", 1.0)}
+#: The other stages of preferences → the same.
+_STAGED: dict[str, tuple[str, Mapping[str, Any]]] = {"kto": ("kto", _WEIGHTS), "rm": ("reward", {})}
 
 
 def preferences(job: Job) -> None:
@@ -30,14 +33,7 @@ def preferences(job: Job) -> None:
     stage = job.values.get("stage")
     if stage not in STAGES:
         return
-    if stage == "rm":
-        shared.carry_loss(job, "stage", "reward", {})
-        shared.answer_length(job, "cutoff_len", 2048)
-    elif stage == "kto":
-        shared.carry_loss(job, "stage", "kto", _BETA | _WEIGHTS)
-        shared.answer_length(job, "cutoff_len", 2048)
-    else:
-        carry_pairs(job)
+    carry_preferences(job, stage)
     for key, only in (("pref_ftx", 0), ("pref_bco_weight", 0), ("ld_alpha", 1.0)):
         shared.wants(job, key, job.number(key), only, "no other loss is added to that of preferences")
     shared.wants(job, "ref_model", job.take("ref_model", str), None, REFERENCE)
@@ -46,13 +42,12 @@ def preferences(job: Job) -> None:
         job.refused["adapter_name_or_path"] = f"{reason} (`fastjax convert merge`)"
 
 
-def carry_pairs(job: Job) -> None:
-    """Carry a loss of pairs over, by default DPO, and the longest answer."""
-    name = job.take("pref_loss", str) or "sigmoid"
-    if name not in _LOSSES:
-        job.refused["pref_loss"] = f"{shorten(name, 80)}: {', '.join(_LOSSES)} there are"
-    loss, arguments = _LOSSES.get(name, ("dpo", {}))
-    shared.carry_loss(job, "pref_loss", loss, _BETA | arguments)
+def carry_preferences(job: Job, stage: str) -> None:
+    """Carry the loss of a stage over, and the longest answer."""
+    key, loss, arguments = "stage", *_STAGED.get(stage, ("dpo", {}))
+    if stage == "dpo":
+        key, (loss, arguments) = "pref_loss", _LOSSES[job.choose("pref_loss", _LOSSES, "sigmoid")]
+    shared.carry_loss(job, key, loss, {} if loss == "reward" else {**_BETA, **arguments})
     shared.answer_length(job, "cutoff_len", 2048)
 
 
@@ -67,10 +62,9 @@ def data(job: Job) -> None:
     for source in (*listed, *held_out):
         if rows is not None and source["split"].isalnum():
             source["split"] += f"[:{rows}]"
-    strategy, shares = job.take("mix_strategy", str) or "concat", job.names("interleave_probs")
-    if strategy == "interleave_once":
-        job.refused["mix_strategy"] = "data.mixture_ends has first_exhausted and all_exhausted"
-    elif strategy != "concat":
+    mixtures = ("concat", "interleave_under", "interleave_over")
+    strategy, shares = job.choose("mix_strategy", mixtures, "concat"), job.names("interleave_probs")
+    if strategy != "concat":
         ends = "all_exhausted" if strategy == "interleave_over" else "first_exhausted"
         job.carry("mix_strategy", "data.mixture_ends", ends)
         weights = [job.to_number("interleave_probs", share) for share in shares or ["1"] * len(listed)]
@@ -89,17 +83,14 @@ def data(job: Job) -> None:
     elif template is not None and not plain:
         shared.template(job, "template", template)
     if texts and "data.chat_template" not in job.carried:
-        wanted = "rows of texts go through data.chat_template, a name or a file; or write them as messages"
-        job.refused["template"] = wanted
+        job.refused["template"] = "rows of texts go through data.chat_template, a name or a file, or are messages"
 
 
 def _learnt(job: Job, plain: bool) -> None:
     """The tokens to learn, long rows and packing."""
-    everything, last = job.flag("train_on_prompt"), job.flag("mask_history")
-    if last:
-        job.carry("mask_history", "data.loss_on", "last_response")
-    if everything:
-        job.carry("train_on_prompt", "data.loss_on", "all")
+    for key, tokens in (("mask_history", "last_response"), ("train_on_prompt", "all")):
+        if job.flag(key):
+            job.carry(key, "data.loss_on", tokens)
     packed, neat = job.flag("packing", default=plain), job.flag("neat_packing")
     key = "neat_packing" if neat else "packing"
     note = "documents of a row do not see each other, as with neat_packing" if packed and not (neat or plain) else ""
@@ -126,9 +117,7 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
         source["split"] += f"[:{number}]"
     columns = job.checked(f"{where}.columns", given.pop("columns", {}), dict[str, str])
     tags = job.checked(f"{where}.tags", given.pop("tags", {}), dict[str, str])
-    _refuse(
-        job, where, given, "script_url cloud_file_name folder", "a data set is a file, a folder or a name on the hub"
-    )
+    _refuse(job, where, given, "script_url cloud_file_name folder", "data are a file, a folder or a name on the hub")
     _refuse(job, f"{where}.columns", columns, "images videos audios", "rows of text alone")
     form = given.pop("formatting", "alpaca")
     answers = _answers(job, where, columns, form, bool(given.pop("ranking", False)))
@@ -155,12 +144,11 @@ def _answers(job: Job, where: str, columns: dict[str, str], form: str, ranking: 
     """The columns of a data set's answers, which are removed from `columns`; empty: it has no preferences."""
     stage, tag = job.values.get("stage"), columns.pop("kto_tag", None)
     pair = {name: columns.pop(name, name) for name in PAIR}
+    wanted = ("dpo", "rm") if ranking else ("kto",)
     if not ranking and tag is None:
         if stage in STAGES:
-            reason = "stages dpo and rm take data sets with ranking: true, stage kto those with columns.kto_tag"
-            job.refused[where] = reason
+            job.refused[where] = "stages dpo and rm take rows with ranking: true, stage kto those with columns.kto_tag"
         return {}
-    wanted = ("dpo", "rm") if ranking else ("kto",)
     if stage not in wanted:
         job.refused[where] = f"rows of preferences are for stage {' or '.join(wanted)}"
     if ranking:
@@ -201,12 +189,5 @@ def _info(job: Job, name: str) -> tuple[dict[str, Any], Path]:
         raise job.wrong("dataset_dir", f"a folder: fetch {INFO} from the hub, and name its folder", given)
     for folder in (Path(given or "data"), beside / (given or "data"), beside):
         if (folder / INFO).is_file():
-            try:
-                info = strict_json.parse((folder / INFO).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise job.wrong("dataset", f"JSON in {folder / INFO} ({error})", name) from None
-            if not isinstance(info, dict):
-                raise job.wrong("dataset", f"an object in {folder / INFO}", info)
-            return info, folder
-    wanted = f"{INFO}, which describes it, in {given or 'data'} or beside the file"
-    raise job.wrong("dataset", wanted, name)
+            return shared.described(job, "dataset", folder / INFO, strict_json.parse), folder
+    raise job.wrong("dataset", f"{INFO}, which describes it, in {given or 'data'} or beside the file", name)

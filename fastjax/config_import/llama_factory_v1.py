@@ -11,35 +11,23 @@ from convert.errors import shorten
 from fastjax import strict_yaml
 from fastjax.config_import import shared
 from fastjax.config_import.job import Job, Tool
-from fastjax.config_import.llama_factory import bits, unfrozen
-from fastjax.config_import.llama_factory_data import carry_pairs
-from fastjax.config_import.reasons import METHOD
+from fastjax.config_import.llama_factory import method
+from fastjax.config_import.llama_factory_data import carry_preferences
 
 #: A converter → the columns of the rows that it takes.
 _CONVERTERS = {
     "alpaca": {name: name for name in ("instruction", "input", "output", "system")},
     "sharegpt": {"conversations": "conversations"},
     "pair": shared.PAIR,
-    "": {"messages": "messages"},
+    "none": {"messages": "messages"},
 }
 
 
 def _method(job: Job) -> None:
     """LoRA, full fine-tuning or that of some layers."""
     shared.base_model(job, "model", "revision")
-    method = job.take("peft_config.name", str) or "full"
-    if method not in ("lora", "full", "freeze"):
-        job.refused["peft_config.name"] = f"{shorten(method, 80)}: {METHOD}"
-    job.carry("peft_config.name", "model.full_finetuning", method != "lora")
-    bits(job, "quant_config.quantization_bit", "quant_config.name", method)
-    if method == "freeze":
-        unfrozen(job, "peft_config.")
-    targets = job.names("peft_config.target_modules")
-    if targets not in ([], ["all"]):
-        job.carry("peft_config.target_modules", "lora.target_modules", targets)
-    adapters = job.names("peft_config.adapter_name_or_path")
-    if adapters:
-        job.carry("peft_config.adapter_name_or_path", "lora.adapter", adapters[0])
+    keys = ("quant_config.quantization_bit", "quant_config.name", "peft_config.target_modules", "peft_config.")
+    method(job, "peft_config.name", "full", *keys)
     shared.wants(job, "peft_config.export_dir", job.take("peft_config.export_dir"), None, "`fastjax convert merge`")
     shared.wants(job, "model_class", job.take("model_class", str), "llm", "models of text only, of logits")
     shared.precision(job, {"bf16": "bfloat16"} if job.flag("bf16", default=True) else {}, param_dtype=False)
@@ -51,26 +39,16 @@ def _steps(job: Job) -> None:
     job.carry("micro_batch_size", "training.per_device_train_batch_size", rows)
     if total is not None:
         job.carry("global_batch_size", "training.gradient_accumulation_steps", max(1, total // rows), "of one device")
-    name = job.take("optim_config.name", str) or "adamw"
-    if name not in ("adamw", "muon"):
-        job.refused["optim_config.name"] = f"{shorten(name, 80)}: AdamW and muon there are"
+    name = job.choose("optim_config.name", ("adamw", "muon"), "adamw")
     job.carry("optim_config.name", "optimizer.name", name)
-    job.carry(
-        "optim_config.wd", "optimizer.weight_decay", job.number("optim_config.wd", 0.1 if name == "muon" else 0.01)
-    )
-    betas = job.take("optim_config.adamw_betas", list) or ([0.9, 0.95] if name == "muon" else [])
-    for number, beta in enumerate(betas, start=1):
-        job.carry("optim_config.adamw_betas", f"optimizer.adam_beta{number}", beta)
-    for key, only in {"nesterov": True, "ns_steps": 5}.items():
-        shared.wants(
-            job, f"optim_config.{key}", job.take(f"optim_config.{key}"), only, "muon's updates are of the paper"
-        )
-    schedule = job.take("lr_scheduler_config.name", str)
-    if schedule is not None:
-        job.refused["lr_scheduler_config.name"] = f"{shorten(schedule, 80)}: no such plugin is known"
+    decay, betas = (0.1, [0.9, 0.95]) if name == "muon" else (0.01, [])
+    job.carry("optim_config.wd", "optimizer.weight_decay", job.number("optim_config.wd", decay))
+    shared.betas(job, "optim_config.adamw_betas", betas)
+    for key, only in {"optim_config.nesterov": True, "optim_config.ns_steps": 5}.items():
+        shared.wants(job, key, job.take(key), only, "muon's updates are of the paper")
+    job.choose("lr_scheduler_config.name", ("",), "", "no such plugin is known")
     job.carry("lr_scheduler_config.name", "optimizer.lr_scheduler_type", "constant", "the default: no schedule")
-    strategy = job.take("batching_strategy", str) or "normal"
-    dynamic = strategy.startswith("dynamic")
+    dynamic = (job.take("batching_strategy", str) or "normal").startswith("dynamic")
     note = "so many tokens a step, without padding" if dynamic else "a batch is as long as its longest row"
     job.carry("batching_strategy", "data.packing", dynamic, note)
 
@@ -87,7 +65,7 @@ def _data(job: Job) -> None:
     if "data.train" not in job.carried:
         raise job.wrong("train_dataset", "a data set, or a YAML file that describes some", None)
     if pairs or job.values.get("pref_loss") is not None:
-        carry_pairs(job)
+        carry_preferences(job, "dpo")
     else:
         job.carry("cutoff_len", "model.max_seq_length", job.integer("cutoff_len", 2048))
 
@@ -99,21 +77,15 @@ def _described(job: Job, key: str, name: str) -> dict[str, Any]:
     file = next((file for file in (Path(name), job.file.parent / name) if file.is_file()), None)
     if file is None:
         raise job.wrong(key, "a file that is here; fetch it from the hub, and name it", name)
-    try:
-        described = strict_yaml.parse(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise job.wrong(key, f"YAML in {file} ({error})", name) from None
-    return job.checked(str(file), described)
+    return shared.described(job, key, file, strict_yaml.parse)
 
 
 def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
     given = job.checked(where, item)
     path = job.checked(f"{where}.path", given.pop("path", None), str)
-    converter = str(given.pop("converter", None) or "")
+    converter = str(given.pop("converter", None) or "none")
     if converter not in _CONVERTERS:
-        job.refused[f"{where}.converter"] = (
-            f"{shorten(converter, 80)}: {', '.join(filter(None, _CONVERTERS))} there are"
-        )
+        job.refused[f"{where}.converter"] = f"{shorten(converter, 80)}: there are {', '.join(_CONVERTERS)}"
     split, size = str(given.pop("split", "train")), given.pop("size", None)
     source = {"path": path, "split": split if size is None else f"{split}[:{size}]"}
     source |= {"streaming": given.pop("streaming", None) or None, "columns": _CONVERTERS.get(converter, {})}
@@ -131,16 +103,11 @@ SETTINGS = {
     "parallel": "dp_size:data cp_size:context mp_replicate_size:data mp_shard_size:fsdp dist_config.ep_size:expert",
 }
 
-DEFAULTS = {
-    **{"peft_config.r": 8, "peft_config.lora_alpha": 16, "peft_config.lora_dropout": 0.05, "learning_rate": 1e-4},
-    **{"num_train_epochs": 3, "output_dir": "outputs", "seed": 42},
-}
+DEFAULTS = {"peft_config.r": 8, "peft_config.lora_alpha": 16, "peft_config.lora_dropout": 0.05, "learning_rate": 1e-4}
+DEFAULTS |= {"num_train_epochs": 3, "output_dir": "outputs", "seed": 42}
 
-LLAMA_FACTORY_V1 = Tool(
-    "llama-factory-v1",
-    "model_class train_dataset kernel_config dist_config peft_config quant_config optim_config "
-    "batching_strategy micro_batch_size",
-    (_method, _steps, _data),
-    (SETTINGS,),
-    DEFAULTS,
-)
+_MARKS = "model_class train_dataset kernel_config dist_config peft_config quant_config optim_config"
+_MARKS += " batching_strategy micro_batch_size"
+_GROUPS = (_method, _steps, _data)
+
+LLAMA_FACTORY_V1 = Tool("llama-factory-v1", _MARKS, _GROUPS, (SETTINGS,), DEFAULTS)

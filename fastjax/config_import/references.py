@@ -15,10 +15,6 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def resolved(content: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
     """A file's content with the values that its references stand for.
 
-    Args:
-        content: the file, parsed.
-        file: its name, for errors.
-
     Raises:
         ConfigError: a reference to nothing, to a section, in a circle, or a resolver such as `${oc.env:HOME}`.
     """

@@ -1,7 +1,8 @@
 """Keys that several tools have: those of transformers, chat templates, data sets, and losses of preferences."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -35,14 +36,8 @@ _SPELLINGS = {
 OPTIMIZERS = {name: ours for ours, names in _SPELLINGS.items() for name in names.split()}
 
 #: A schedule's name in transformers → its name here.
-SCHEDULES = {
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-}
+SCHEDULES = {name: name for name in ("cosine", "linear", "constant")} | {"warmup_stable_decay": "wsd"}
+SCHEDULES |= {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
 
 #: Keys that Axolotl has from transformers, and LLaMA-Factory too.
 SETTINGS = {
@@ -81,13 +76,7 @@ def base_model(job: Job, key: str, revision_key: str) -> None:
 
 
 def template(job: Job, key: str, name: str) -> None:
-    """Carry a chat template over by its name: one that there is, or the tokenizer's own where it is its model's.
-
-    Args:
-        job: the import, with its base model.
-        key: of the template.
-        name: there; punctuation does not count, as in qwen_25 and qwen-2.5.
-    """
+    """Carry a chat template over by its name: one that there is, or the tokenizer's own where it is its model's."""
     if (ours := named_template(name)) is not None:
         job.carry(key, "data.chat_template", ours)
     elif name == "tokenizer_default":
@@ -140,9 +129,8 @@ def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
 def warmup(job: Job, steps: str, ratio: str) -> None:
     """Carry warm-up over, which transformers reads as steps from 1 on and as a part of them below; steps win."""
     if job.values.get("lr_scheduler", job.values.get("lr_scheduler_type")) == "constant":
-        for key in (steps, ratio):
-            if job.number(key) is not None:
-                job.not_needed[key] = "the schedule constant has no warm-up there"
+        given = [key for key in (steps, ratio) if job.number(key) is not None]
+        job.not_needed |= dict.fromkeys(given, "the schedule constant has no warm-up there")
         return
     count, share = job.number(steps), job.number(ratio)
     if count:
@@ -150,6 +138,23 @@ def warmup(job: Job, steps: str, ratio: str) -> None:
         job.carry(steps, setting, count if count < 1 else int(count))
     else:
         job.carry_given(ratio, "optimizer.warmup_ratio", share)
+
+
+def betas(job: Job, key: str, default: list[float]) -> None:
+    """Carry AdamW's two betas over."""
+    given = job.take(key, list) or default
+    if len(given) not in (0, 2):
+        raise job.wrong(key, "two numbers", given)
+    for number, beta in enumerate(given, start=1):
+        job.carry(key, f"optimizer.adam_beta{number}", job.to_number(key, beta))
+
+
+def described(job: Job, key: str, file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """A file that describes data sets, which a key names."""
+    try:
+        return job.checked(str(file), parse(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise job.wrong(key, f"valid content of {file} ({error})", job.values.get(key)) from None
 
 
 def cadence(job: Job, key: str, setting: str) -> None:
@@ -160,85 +165,51 @@ def cadence(job: Job, key: str, setting: str) -> None:
 
 
 def precision(job: Job, flags: Mapping[str, str], *, param_dtype: bool) -> None:
-    """Carry the flags of dtypes over.
-
-    Args:
-        job: the import.
-        flags: flag → dtype; the first flag that is set wins.
-        param_dtype: with it, the trained weights have that dtype too.
-    """
+    """Carry flags of dtypes over, of which the first that is set wins; with `param_dtype` for trained weights too."""
     values = {key: job.take(key, bool | Literal["auto", "full"]) for key in flags}
     key, value = next(((key, value) for key, value in values.items() if value), ("", None))
-    if not value:
-        return
     if value == "auto":
         job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
-    else:
+    elif value:
         job.carry(key, "model.dtype", flags[key])
-    if param_dtype:
+    if value and param_dtype:
         job.carry(key, "model.param_dtype", flags[key], SIXTEEN)
 
 
 def fake_quantisation(job: Job, key: str, weights: str | None, size: Any, activations: str | None, start: Any) -> None:
-    """Carry quantisation-aware training over.
-
-    Args:
-        job: the import.
-        key: that says so.
-        weights: as in training.qat, int4 without its groups; None: there is no such training.
-        size: of the groups of int4.
-        activations: as there.
-        start: the step from which on values are rounded.
-    """
-    if weights is None or (weights == "int4" and size not in (32, 128)):
+    """Carry quantisation-aware training over; weights is None where there is no such, int4 is in groups of a size."""
+    weights = f"int4-{size}" if weights == "int4" else weights
+    if weights is None or weights.startswith("int4-") and size not in (32, 128):
         job.refused[key] = "training.qat has int4 in groups of 32 or 128 (inputs in int8), fp8, nvfp4 and mxfp4"
         return
-    section = {
-        "weights": f"int4-{size}" if weights == "int4" else weights,
-        "activations": activations,
-        "start_step": start or None,
-    }
+    section = {"weights": weights, "activations": activations, "start_step": start or None}
     given = {name: value for name, value in section.items() if value is not None}
     job.carry(key, "training.qat", given, TOKENS if activations == "int8" else "")
 
 
 def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) -> None:
-    """Carry the size of a held-out part over.
-
-    Args:
-        job: the import.
-        key: of the size, a share or a number of rows.
-        sources: the training data.
-        named: whether held-out data are named beside it.
-    """
+    """Carry the size of a held-out part over, unless the data are streamed, or held-out data are named beside it."""
     size = job.number(key)
-    if size is None:
-        return
-    if size <= 0 or named:
+    if size is not None and (size <= 0 or named):
         job.not_needed[key] = "held-out data are named" if size > 0 else "no held-out data, as here"
-    elif any(source.get("streaming") for source in sources):
+    elif size is not None and any(source.get("streaming") for source in sources):
         job.not_carried[key] = "data that are streamed have no held-out part; name held-out data as data.eval"
-    else:
+    elif size is not None:
         job.carry(key, "data.val_set_size", int(size) if size >= 1 else size)
 
 
 def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train") -> None:
     """Make the setting of data sets, each with its path, name, split, weight and columns."""
     order = ("path", "name", "data_files", "split", "weight", "streaming", "columns")
-    idle = {"split": "train"}
-    listed = [
-        {name: source[name] for name in order if source.get(name) not in (None, idle.get(name))} for source in sources
-    ]
-    job.carry(key, setting, listed)
+    told = [{name: source[name] for name in order if source.get(name) is not None} for source in sources]
+    for source in told:
+        if source.get("split") == "train":
+            del source["split"]
+    job.carry(key, setting, told)
 
 
 def with_files(source: dict[str, Any], files: Any) -> list[dict[str, Any]]:
-    """A data set with its files: each by itself where `path` names their kind.
-
-    Args:
-        source: the data set.
-        files: a name, or several; None: the data set's own.
-    """
+    """A data set with files of its own, one name or several; each by itself where `path` names their kind."""
     names = [files] if isinstance(files, str) else files
     if names is None or source["path"] not in ("json", "csv", "parquet"):
         return [source | {"data_files": names}]
@@ -246,13 +217,7 @@ def with_files(source: dict[str, Any], files: Any) -> list[dict[str, Any]]:
 
 
 def check_speakers(job: Job, where: str, roles: Mapping[str, str]) -> None:
-    """Refuse names of speakers that would be read as another role here, or as none.
-
-    Args:
-        job: the import.
-        where: they stand.
-        roles: speaker → role.
-    """
+    """Refuse names of speakers that would be read as another role here, or as none."""
     if differing := [shown(name, 60) for name, role in roles.items() if SHAREGPT_ROLES.get(name) != role]:
         job.refused[where] = f"{', '.join(differing)} would be read as another role, or as none"
 
@@ -266,14 +231,7 @@ def spelling(job: Job, key: str, role: Any, content: Any, others: Mapping[str, A
 
 
 def carry_loss(job: Job, key: str, loss: str, arguments: Mapping[str, tuple[str, float | None]]) -> None:
-    """Carry a loss of preferences over.
-
-    Args:
-        job: the import.
-        key: of the loss.
-        loss: its name here.
-        arguments: setting → the tool's key, and its default; None: the setting's own.
-    """
+    """Carry a loss of preferences over; arguments: setting → the tool's key, and its default (None: the setting's)."""
     job.carry(key, "preferences.loss", loss)
     for setting, (argument, default) in arguments.items():
         job.carry_given(argument, f"preferences.{setting}", job.number(argument, default))

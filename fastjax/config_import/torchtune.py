@@ -23,14 +23,14 @@ _OPTIMIZERS = {
 #: torchtune's projections → PEFT's names, and those of families whose projections are fused in their folders.
 _PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _FUSED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "output_proj": "o_proj"}
-_MLP = ["gate_proj", "up_proj", "down_proj"]
-_FUSED_MLP = ["gate_up_proj", "down_proj"]
-_FUSING = frozenset(("phi3", "phi4"))
+_MLP, _FUSED_MLP = ["gate_proj", "up_proj", "down_proj"], ["gate_up_proj", "down_proj"]
+_FUSING = ("phi3", "phi4")
 
 #: A loss of pairs → its name here, and its arguments with torchtune's defaults.
-_PAIRED: dict[str, tuple[str, dict[str, float]]] = {
-    "DPOLoss": ("dpo", {"beta": 0.1, "label_smoothing": 0.0}),
-    "SimPOLoss": ("simpo", {"beta": 2.0, "gamma": 0.5, "label_smoothing": 0.0}),
+_SMOOTHING = {"label_smoothing": ("loss.label_smoothing", 0.0)}
+_PAIRED: dict[str, tuple[str, dict[str, tuple[str, float]]]] = {
+    "DPOLoss": ("dpo", {"beta": ("loss.beta", 0.1), **_SMOOTHING}),
+    "SimPOLoss": ("simpo", {"beta": ("loss.beta", 2.0), "gamma": ("loss.gamma", 0.5), **_SMOOTHING}),
 }
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -74,9 +74,7 @@ def _model(job: Job) -> None:
 
 
 def _precision(job: Job) -> None:
-    name = job.take("dtype", str) or "bf16"
-    if name not in _DTYPES:
-        raise job.wrong("dtype", ", ".join(_DTYPES), name)
+    name = job.choose("dtype", _DTYPES, "bf16")
     job.carry("dtype", "model.dtype", _DTYPES[name])
     if job.carried["model.full_finetuning"].value and name != "fp32":
         job.carry("dtype", "model.param_dtype", _DTYPES[name], shared.SIXTEEN)
@@ -88,27 +86,19 @@ def _optimizer(job: Job) -> None:
         job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
     else:
         job.carry("optimizer._component_", "optimizer.name", *shared.OPTIMIZERS[_OPTIMIZERS[name]])
-    betas = job.take("optimizer.betas", list) or []
-    if len(betas) not in (0, 2):
-        raise job.wrong("optimizer.betas", "two numbers", betas)
-    for number, beta in enumerate(betas, start=1):
-        job.carry("optimizer.betas", f"optimizer.adam_beta{number}", job.to_number("optimizer.betas", beta))
+    shared.betas(job, "optimizer.betas", [])
     schedule, _ = _component(job, "lr_scheduler")
     if schedule not in ("", "get_cosine_schedule_with_warmup"):
         job.refused["lr_scheduler._component_"] = "get_cosine_schedule_with_warmup and none (constant) there are"
-    note = "" if schedule else "torchtune's default: no lr_scheduler"
-    kind = "cosine" if schedule else "constant"
-    job.carry("lr_scheduler._component_", "optimizer.lr_scheduler_type", kind, note)
+    kind = ("cosine", "") if schedule else ("constant", "torchtune's default: no lr_scheduler")
+    job.carry("lr_scheduler._component_", "optimizer.lr_scheduler_type", *kind)
 
 
 def _loss(job: Job) -> None:
     """Cross-entropy, or DPO or SimPO over pairs."""
     loss, _ = _component(job, "loss")
     if loss in _PAIRED:
-        name, defaults = _PAIRED[loss]
-        shared.carry_loss(
-            job, "loss._component_", name, {key: (f"loss.{key}", value) for key, value in defaults.items()}
-        )
+        shared.carry_loss(job, "loss._component_", *_PAIRED[loss])
     elif "CrossEntropy" not in loss and loss not in ("", "CEWithChunkedOutputLoss"):
         job.refused["loss._component_"] = NO_RL if "PO" in loss else "the loss is cross-entropy, DPO or SimPO"
 
@@ -170,20 +160,10 @@ SETTINGS = {
     "parallel": "tensor_parallel_dim:tensor context_parallel_dim:context data_parallel_replicate_dim:data",
 }
 
-DEFAULTS = {
-    "model.lora_rank": 8,
-    "model.lora_alpha": 16,
-    "optimizer.lr": 1e-3,
-    "optimizer.weight_decay": 0.01,
-    "clip_grad_norm": 0.0,
-    "output_dir": "torchtune-out",
-}
+DEFAULTS = {"model.lora_rank": 8, "model.lora_alpha": 16, "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.01}
+DEFAULTS |= {"clip_grad_norm": 0.0, "output_dir": "torchtune-out"}
 
-TORCHTUNE = Tool(
-    "torchtune",
-    "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm",
-    (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat, _saves),
-    (SETTINGS,),
-    DEFAULTS,
-    resolved,
-)
+_MARKS = "tokenizer checkpointer metric_logger batch_size_val epochs clip_grad_norm"
+_GROUPS = (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat, _saves)
+
+TORCHTUNE = Tool("torchtune", _MARKS, _GROUPS, (SETTINGS,), DEFAULTS, resolved)

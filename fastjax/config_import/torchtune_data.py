@@ -90,13 +90,11 @@ def _source(job: Job, where: str, item: Any) -> list[dict[str, Any]]:
             columns[meaning] = column
     if kind == "text":
         columns["text"] = given.pop("column", _BUILDERS[builder][2]["text"])
-        given.pop("add_eos", None)
-        given.pop("split_across_pack", None)
+        given = {key: value for key, value in given.items() if key not in ("add_eos", "split_across_pack")}
     else:
         source["on_input"] = bool(given.pop("train_on_input", on_input))
     if kind == "alpaca":
-        reason = "Alpaca's wording around the instruction; data.chat_template: alpaca has it"
-        job.not_carried[f"{where}._component_"] = reason
+        job.not_carried[f"{where}._component_"] = "Alpaca's wording; data.chat_template: alpaca has it"
     source["packed"] = bool(given.pop("packed", False))
     for key, value in given.items():
         if key in ("new_system_prompt", "filter_fn"):

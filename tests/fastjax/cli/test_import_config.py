@@ -349,11 +349,11 @@ def test_what_a_run_needs_is_said_before_it_runs(imported, tmp_path):
         ),
         (
             {"model_name_or_path": "m", "stage": "ppo", "dataset": "pairs"},
-            "stage: ppo: sft, pt (plain text), dpo, kto, rm there are; dataset_info.json: pairs: rows of preferences",
+            "stage: ppo: there are sft, pt, dpo, kto, rm; dataset_info.json: pairs: rows of preferences",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "own", "train_sampling_strategy": "sequential"},
-            "train_sampling_strategy: rows are shuffled (random), or of similar length in a step (group_by_length)",
+            "train_sampling_strategy: sequential: rows are shuffled (random), or of similar length in a step",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},

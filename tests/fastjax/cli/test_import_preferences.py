@@ -115,7 +115,7 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
             "datasets[0].type: zephyr.nectar is not supported with rl: dpo; chatml.argilla, chatml.argilla_chat, ",
         ),
         (AXOLOTL_DPO, {"reward_model": True}, "reward_model: rl names another loss"),
-        (LLAMA_FACTORY_SIMPO, {"pref_loss": "hinge"}, "pref_loss: hinge: sigmoid, ipo, orpo, simpo there are"),
+        (LLAMA_FACTORY_SIMPO, {"pref_loss": "hinge"}, "pref_loss: hinge: there are sigmoid, ipo, orpo, simpo"),
         (LLAMA_FACTORY_SIMPO, {"pref_ftx": 0.5}, "pref_ftx: no other loss is added"),
         (LLAMA_FACTORY_SIMPO, {"ref_model": "m"}, "ref_model: the reference is the model as training begins"),
         (
@@ -123,7 +123,7 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
             {"pref_loss": "sigmoid", "adapter_name_or_path": "a"},
             "adapter_name_or_path: the reference is the base there, and here the adapter to start from; merge it first",
         ),
-        (LLAMA_FACTORY_SIMPO, {"dataset": "own"}, "dataset_info.json: own: stages dpo and rm take data sets with"),
+        (LLAMA_FACTORY_SIMPO, {"dataset": "own"}, "dataset_info.json: own: stages dpo and rm take rows with"),
         (
             LLAMA_FACTORY_SIMPO,
             {"dataset": "ranked", "template": "some"},
