@@ -132,6 +132,7 @@ class Engine:
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
         self._under_way = _UnderWay([], [], None)
+        self._further: tuple[list[Choice], Decoded | None] = [], None  # begun before the step under way has ended
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -286,6 +287,9 @@ class Engine:
     def step(self, steps: int | None = None) -> list[Piece]:
         """Take in prompts, up to `prefill_tokens`, and generate tokens of all rows.
 
+        Where no request waits, the device begins the tokens after these before it is known what these are: answers that
+        have ended get none, and a request or a value of the model that comes now is heard a step later.
+
         Args:
             steps: tokens of each answer at most, where fewer than the engine's are wanted sooner.
 
@@ -295,13 +299,14 @@ class Engine:
         Raises:
             ConfigError: in a mesh of several devices (`jax.set_mesh`).
         """
-        return [*self.begin(steps), *self.first(), *self.rest()]
+        return [*self.begin(steps, further=True), *self.first(), *self.rest()]
 
-    def begin(self, steps: int | None = None) -> list[Piece]:
+    def begin(self, steps: int | None = None, *, further: bool = False) -> list[Piece]:
         """Give the device a step to do, and do not wait for it; `first` and then `rest` do.
 
         Args:
             steps: as of `step`.
+            further: also the tokens after it, where no request waits.
 
         Returns:
             The ends of the answers that were cancelled.
@@ -316,11 +321,19 @@ class Engine:
         while self._entering and (not taken or taken + self._chunk <= most):
             first.append(self._prefilled())
             taken += first[-1][0].tokens
-        decoding = [one for one in self._going if one.options.max_new_tokens > 1]
         wanted = min(self.steps, steps or self.steps, _BETWEEN if self._entering else self.steps)
-        later = self._decoded(decoding, wanted) if decoding else None
-        self._under_way = _UnderWay(first, decoding, later)
+        decoding, later = self._further
+        if all(one.row < 0 for one in decoding):
+            decoding, later = self._next(wanted, 0)
+        self._under_way, self._further = _UnderWay(first, decoding, later), ([], None)
+        if further and not self._waiting and not self._entering:
+            self._further = self._next(wanted, wanted)
         return pieces
+
+    def _next(self, steps: int, come: int) -> tuple[list[Choice], Decoded | None]:
+        """Give the device up to `steps` tokens of each answer that goes on after those that came and `come` more."""
+        decoding = [one for one in self._going if one.options.max_new_tokens > max(one.answered, 1) + come]
+        return decoding, self._decoded(decoding, steps) if decoding else None
 
     def first(self) -> list[Piece]:
         """The first tokens of the answers whose prompts have come in with the step that was begun."""

@@ -24,6 +24,8 @@ _A_COLUMNS, _B_COLUMNS, _GATE_COLUMNS = 64, 64, 128
 """Features of a program that multiplies with A, with B, and of a gated block. Of more rows twice as many but for B."""
 _AT_ONCE = 4096
 """Elements of a tile that are read at a time."""
+_APART = 64
+"""Ranks from which each A has programs of its own: three of 128 are more than the registers hold."""
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
@@ -40,24 +42,38 @@ def normed_products(
     """The normalised rows, None without a weight, and addends of the rank products."""
     (rows, features), described = x.shape, _Described.of(adapters)
     columns = width(features, _A_COLUMNS * (1 if rows < _ROWS // 2 else 2))
+    numbers = range(len(described.parts))
+    groups = [[number] for number in numbers] if described.slot >= _APART else [[*numbers]]
     return _call(
-        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, adapters=described),
+        functools.partial(_normed_products, eps=eps, offset=offset, columns=columns, adapters=described, groups=groups),
         (
             None if weight is None else jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((features // columns, rows, len(described.parts) * described.kept), jnp.float32),
         ),
-        (features // columns, rows),
+        (features // columns * len(groups), rows),
         "few_rows_products" if weight is None else "few_rows_norm",
         interpret,
     )(x, weight, adapters.lora_A, adapters.chosen)
 
 
 def _normed_products(
-    x_ref, weight_ref, a_refs, chosen_ref, normed_ref, addends_ref, *, eps, offset, columns: int, adapters: "_Described"
+    x_ref,
+    weight_ref,
+    a_refs,
+    chosen_ref,
+    normed_ref,
+    addends_ref,
+    *,
+    eps: float,
+    offset: float,
+    columns: int,
+    adapters: "_Described",
+    groups: list[list[int]],
 ):
-    share, rows, features = pl.program_id(0), _rows_of(x_ref.shape[0]), x_ref.shape[1]
+    (program, count), rows, features = (pl.program_id(0), len(groups)), _rows_of(x_ref.shape[0]), x_ref.shape[1]
+    share, own = jax.lax.div(program, count), jax.lax.rem(program, count)
     cols = share * columns + jax.lax.iota(jnp.int32, columns)
-    early = len(rows) < _ROWS  # with more rows the registers are full
+    early = len(rows) < _ROWS and count == 1  # else the registers are full
     matrices = [_load_A(a_ref, cols, adapters.slot) for a_ref in a_refs] if early else None
     x = _load(x_ref, rows, cols)
     if weight_ref is not None:
@@ -71,9 +87,14 @@ def _normed_products(
         if offset == 0.0:
             normed = normed.astype(x.dtype).astype(jnp.float32)
         x = (normed * scale[None, :]).astype(x.dtype)
-        _store(normed_ref, rows, cols, x)
-    for number, lora_A in enumerate(matrices or [_load_A(a_ref, cols, adapters.slot) for a_ref in a_refs]):
-        _store_products((addends_ref, chosen_ref), adapters, number, share, rows, x, lora_A)
+        pl.when(own == 0)(lambda: _store(normed_ref, rows, cols, x))
+
+    def of_group(number: int, _: int) -> None:
+        loaded = matrices or [_load_A(a_refs[part], cols, adapters.slot) for part in groups[number]]
+        for part, lora_A in zip(groups[number], loaded, strict=True):
+            _store_products((addends_ref, chosen_ref), adapters, part, share, rows, x, lora_A)
+
+    _of_part((1,) * count, own, of_group)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))

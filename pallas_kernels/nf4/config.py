@@ -17,6 +17,7 @@ class MatvecConfig:
         stages: pieces of W and x in shared memory.
         warps: of a thread block, a power of two.
         splits: equal parts that each tile's sum is cut into; several give addends of the product.
+        rounds: in which the warps of the same rows hand on their sums, for less of shared memory.
     """
 
     tiles: int = 2
@@ -25,6 +26,7 @@ class MatvecConfig:
     stages: int = 3
     warps: int = 8
     splits: int = 1
+    rounds: int = 1
 
     @property
     def column_warps(self) -> int:
@@ -46,8 +48,8 @@ class MatvecConfig:
         return self.rows * self.columns // 16 * 9 + (tokens if tokens <= 8 else -(-tokens // 8) * 8) * self.columns * 2
 
     def sums(self, tokens: int) -> int:
-        """Bytes of the sums that warps hand on to each other."""
-        return self.row_warps * self.tiles * -(-tokens // 8) * (self.column_warps - 1) * 512
+        """Bytes of the sums that warps hand on to each other in a round."""
+        return self.row_warps * -(-self.tiles * -(-tokens // 8) // self.rounds) * (self.column_warps - 1) * 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,7 @@ MATVEC_ROWS = 32
 MATVEC_GRAIN = 256
 """`in` is a multiple of it for `matvec`: a row of scales is then a multiple of 16 bytes, as cp.async requires."""
 LEAST_OUT = 128
-"""Fewest rows of W for `matvec`: a tile's."""
+"""Fewest rows of W for `matvec`, a tile's or more."""
 RS_GRAIN = 256
 """`in` is a multiple of it for `matmul_rs`: a row of scales is then a multiple of 16 bytes, as TMA requires."""
 RS_TERMS = 128
@@ -140,21 +142,25 @@ def most_rows(gradient: bool) -> int:
 def matvec_config(rows: int, shape: tuple[int, int], cores: int) -> MatvecConfig:
     """Small tiles in equal numbers a multiprocessor up to eight rows; beyond, large ones, whose sums are cut.
 
-    x is read once for each tile: of more rows it is more than W where tiles are small.
+    x is read once for each tile: of more rows it is more than W where tiles are small. Of three heights of a large tile
+    the one counts that leaves the fewest multiprocessors without work.
     """
     out, columns = shape
     if rows <= 8:
         tiles = min((3, 2, 1), key=lambda tiles: -(-out // (16 * tiles) // cores) * tiles)
         return MatvecConfig(tiles=tiles, row_warps=1, blocks=2, stages=3)
-    sizes = MatvecConfig(tiles=4, row_warps=2, blocks=1, stages=4 if rows <= 24 else 3)
-    tiles, steps = -(-out // sizes.rows), -(-columns // sizes.columns)
+    stages = 4 if rows <= 24 else 3
+    sizes = [MatvecConfig(tiles, row_warps=2, blocks=1, stages=stages) for tiles in (4, 3)]
+    sizes.append(MatvecConfig(7, row_warps=2, blocks=1, stages=3, rounds=5))
 
-    def cost(splits: int) -> float:
-        """Time of the busiest multiprocessor and of the sum of the addends, in stages."""
-        own = -(-tiles * splits // cores) * (-(-steps // splits) + 1)
-        return own + (tiles * splits / cores / 2 if splits > 1 else 0)
+    def cost(sizes: MatvecConfig) -> float:
+        """Time of the busiest multiprocessor and of the sum of the addends, in tiles of a stage; x counts as one."""
+        units, steps = -(-out // sizes.rows) * sizes.splits, -(-columns // sizes.columns)
+        own = -(-units // cores) * (-(-steps // sizes.splits) + 1) * (sizes.tiles + 1)
+        return own + (units / cores * sizes.tiles / 2 if sizes.splits > 1 else 0)
 
-    return dataclasses.replace(sizes, splits=min(range(1, 9), key=cost))
+    fitting = [each for each in sizes if each.rows <= out]
+    return min((dataclasses.replace(each, splits=splits) for each in fitting for splits in range(1, 9)), key=cost)
 
 
 def items_config(items: int, shape: tuple[int, int], cores: int) -> MatvecConfig:

@@ -115,23 +115,30 @@ def finish(plan: Plan, sums, sums_smem, out_ref, *item):
         four, me = ir.VectorType.get((4,), ir.F32Type.get()), Thread(plan.config.column_warps, again=True)
         numbers = [vector.extract(pair, [], [index]) for pair in sums.registers.reshape(-1) for index in range(2)]
 
-        def place(piece: int, slot: Word | int) -> Word:
-            return (((me.row_warp * pieces + piece) * (warps - 1) + Word.of(slot)) * 32 + me.lane) * 16
+        together = -(-pieces // plan.config.rounds)
 
-        for piece in range(pieces if warps > 1 else 0):
-            slot = (me.column_warp + (warps - piece % warps - 1)) % warps
-            with mgpu.utils.when(slot.below(warps - 1)):  # the last would be the warp's own
-                own = vector.from_elements(four, numbers[4 * piece : 4 * piece + 4])
-                llvm.store(own, at(pointer, place(piece, slot)), alignment=16)
-        if warps > 1:
-            gpu.barrier()  # what is written again after the next tile, after more barriers
-        for piece in range(pieces):
-            with mgpu.utils.when(me.column_warp.equals(piece % warps)):
-                total = numbers[4 * piece : 4 * piece + 4]
-                for slot in range(warps - 1):
-                    others = llvm.load(four, at(pointer, place(piece, slot)), alignment=16)
-                    total = [arith.addf(total[index], vector.extract(others, [], [index])) for index in range(4)]
-                _write(plan, me, piece, total, out, ir.MemRefType(out_ref.type).element_type, item)
+        def place(piece: int, slot: Word | int) -> Word:
+            number = me.row_warp * together + piece % together
+            return ((number * (warps - 1) + Word.of(slot)) * 32 + me.lane) * 16
+
+        for first in range(0, pieces, together):
+            those = range(first, min(first + together, pieces))
+            if first and warps > 1:
+                gpu.barrier()
+            for piece in those if warps > 1 else ():
+                slot = (me.column_warp + (warps - piece % warps - 1)) % warps
+                with mgpu.utils.when(slot.below(warps - 1)):  # the last would be the warp's own
+                    own = vector.from_elements(four, numbers[4 * piece : 4 * piece + 4])
+                    llvm.store(own, at(pointer, place(piece, slot)), alignment=16)
+            if warps > 1:
+                gpu.barrier()  # what is written again after the next tile, after more barriers
+            for piece in those:
+                with mgpu.utils.when(me.column_warp.equals(piece % warps)):
+                    total = numbers[4 * piece : 4 * piece + 4]
+                    for slot in range(warps - 1):
+                        others = llvm.load(four, at(pointer, place(piece, slot)), alignment=16)
+                        total = [arith.addf(total[index], vector.extract(others, [], [index])) for index in range(4)]
+                    _write(plan, me, piece, total, out, ir.MemRefType(out_ref.type).element_type, item)
 
     finish_tile(sums, sums_smem, out_ref, *item)  # pyright: ignore[reportCallIssue]
 
