@@ -29,6 +29,7 @@ from fastjax.language_model.host import check_host_layers, with_host_embedding
 from fastjax.language_model.other_names import ADAPTER, LOADING, qat_scheme_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization
 from fastjax.lora.settings import LoraSettings, tables_note
+from fastjax.lora.usual_names import with_usual_names
 from fastjax.models.decoder import Decoder
 from fastjax.models.module_names import frozen_arrays
 from fastjax.models.new_rows import grown
@@ -161,9 +162,10 @@ class FastLanguageModel:
             asked = _load_options({"use_gradient_checkpointing": use_gradient_checkpointing}).settled()
             model = with_checkpointing(model, asked.remat)
             model = model.with_options(use_gradient_checkpointing=asked.use_gradient_checkpointing)
+        options, renamed = with_usual_names(options, model.config)
         model = with_fresh_adapter(model, options)
         assert model.lora is not None, "it has been attached"
-        if (note := tables_note(model.lora, model.config)) is not None:
+        for note in filter(None, (renamed, tables_note(model.lora, model.config))):
             print(f"note: {note}", file=sys.stderr)
         model = with_fake_quantization(model, *qat_scheme_of(qat_scheme)) if qat_scheme else model
         return ModelHandle(model, origin)

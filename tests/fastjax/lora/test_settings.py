@@ -11,8 +11,9 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.lora.sites import adapter_sites
+from fastjax.lora.usual_names import with_usual_names
 from fastjax.training.config import LoraSection
-from tests.support.families import MIXTURES
+from tests.support.families import CONFIGS, MIXTURES
 
 SETTINGS = {field.name: field.default for field in dataclasses.fields(LoraSettings)}
 
@@ -32,6 +33,24 @@ def test_get_peft_model_takes_the_same():
 
 def test_all_others_are_pefts():
     assert SETTINGS.keys() - {field.name for field in dataclasses.fields(AdapterConfig)} == {"bias", "random_state"}
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "parameters"),
+    [
+        (CONFIGS["phi3"], ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], None),
+        (MIXTURES["gpt_oss"], [f"{x}_proj" for x in "qkvo"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+        (CONFIGS["qwen3"], [*(f"{x}_proj" for x in "qkvo"), "gate_proj", "up_proj", "down_proj"], None),
+    ],
+)
+def test_llamas_names_in_models_that_hold_the_matrices_otherwise(config, modules, parameters):
+    listed = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = read_config(config)
+    settings, note = with_usual_names(LoraSettings(target_modules=listed, lora_dropout=0.0), config)
+    assert (settings.target_modules, settings.target_parameters) == (modules, parameters)
+    assert (note is None) == (settings.target_modules == listed)
+    fresh_adapter(config, settings)
+    assert with_usual_names(LoraSettings(target_modules=["x_proj"]), config)[1] is None
 
 
 def test_a_routers_rank_and_scale_go_by_its_parameters_name():
