@@ -1,7 +1,6 @@
 """Types of command-line arguments that several commands share."""
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +81,9 @@ def load_options(arguments: argparse.Namespace, known: Mapping[str, Any] | None 
     """
     from fastjax.execution.options import LoadOptions  # --help needs none
 
-    names = {field.name for field in dataclasses.fields(LoadOptions)} & vars(arguments).keys()
-    given = {name: getattr(arguments, name) for name in names}
+    loading = argparse.ArgumentParser()
+    add_loading(loading)  # of a command's own arguments another may have the name of an option of loading
+    given = {name: getattr(arguments, name) for name in vars(loading.parse_args([]))}
     stated = {name: value for name, value in given.items() if value is not None and value is not False}
     return LoadOptions(**{**given, **(known or {}), **stated})
 

@@ -1,6 +1,7 @@
 """Exit statuses, messages, and what is imported for them."""
 
 import errno
+import importlib
 import subprocess
 import sys
 import types
@@ -12,7 +13,9 @@ from jax.errors import JaxRuntimeError
 from convert.errors import ConvertError
 from fastjax.cli import COMMANDS, main
 from fastjax.commands import train
+from fastjax.commands.arguments import load_options
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
+from fastjax.execution.options import LoadOptions
 from fastjax.parallel import processes
 from fastjax.training.checkpoint_store import Unreadable
 
@@ -211,3 +214,15 @@ def test_the_installed_command(tmp_path):
 def test_what_is_wrong_with_generate_is_said_before_a_model_is_looked_for(arguments, message, capsys):
     assert main(["generate", "--model", "nowhere", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "line"), [("serve", "--model m"), ("generate", "--model m --prompt x"), ("chat", "m")]
+)
+def test_a_commands_own_options_are_not_those_of_loading(command, line):
+    """Such as the reading of special tokens, whose name is that of an option of loading too."""
+    parser = importlib.import_module(f"fastjax.commands.{command}")._parser()
+    asked = parser.parse_args([*line.split(), "--dtype", "float32"])
+    assert load_options(asked, {"layer_loop": "unroll"}) == LoadOptions(
+        dtype="float32", load_in_4bit=False, layer_loop="unroll"
+    )
