@@ -24,7 +24,7 @@ from fastjax.data.preference_groups import encode_preferences
 from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import NO_CACHE, DataOptions, Exhaustion, Pairing
 from fastjax.data.sources import OpenSource, Sources, open_sources
-from fastjax.errors import DataError
+from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -108,6 +108,8 @@ def open_data(
         ConfigError: No data set, a contradictory description, or a tokenizer without the template's tokens.
         DataError: `datasets` cannot read a data set.
     """
+    if streaming and options.deduplicate:
+        raise ConfigError("data.deduplicate: expected false for streamed data, got true")
     if options.chat_template is not None:
         set_chat_template(tokenizer, options.chat_template)
     return open_sources(sources, options.columns, streaming=streaming)

@@ -67,6 +67,8 @@ def test_an_example_that_an_earlier_one_equals_is_left_out(write_rows, make_toke
     data = prepare(files, make_tokenizer(None), 2048, options, preferences=preferences, progress=said.append)
     assert data.statistics.examples == (4 if preferences is None else 2)
     assert "two.jsonl: 6 of 6 are duplicates" in " ".join(said) or preferences
+    with pytest.raises(ConfigError, match="data.deduplicate: expected false for streamed data, got true"):
+        StreamedBatches(files, make_tokenizer(None), 64, 1, options=options)
 
 
 def test_nothing_to_train_on_is_an_error(write_rows, make_tokenizer):
