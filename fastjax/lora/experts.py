@@ -101,7 +101,12 @@ class _Saved(NamedTuple):
 
 
 def routed_experts(
-    block: Block, x: Float[Array, "N E"], weights: Float[Array, "N k"], experts: Int[Array, "N k"], arrays: Operands
+    block: Block,
+    x: Float[Array, "N E"],
+    weights: Float[Array, "N k"],
+    experts: Int[Array, "N k"],
+    arrays: Operands,
+    items: few_experts.Items | None = None,
 ) -> Float[Array, "N E"]:
     """The weighted sum of each token's experts, in the dtype of x.
 
@@ -109,16 +114,17 @@ def routed_experts(
         block: their description.
         x: tokens, in the dtype of the computation.
         weights: of each token's experts.
-        experts: of each token.
+        experts: of each token, k different ones.
         arrays: weights and adapters.
+        items: of the routing, where they are there already.
 
     Returns:
         The sums. Differentiable in x, the weights, adapters, biases and plain weights.
     """
-    return _unit(block, x, weights, experts, arrays)
+    return _unit(block, x, weights, experts, arrays, items)
 
 
-def _forward(block: Block, x, weights, experts, arrays: Operands):
+def _forward(block: Block, x, weights, experts, arrays: Operands, items):
     rows = P(BATCH)
     island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, EXPERTS), out_specs=rows)
     out, saved = island(x, weights, experts, arrays)
@@ -137,12 +143,13 @@ def _backward(block: Block, residuals, dout):
         out_specs=(rows, rows, SHARES),
     )
     dx, dweights, shares = island(x, weights, experts, saved, arrays, dout)
-    return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares)
+    return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares), None
 
 
-def _few(block: Block, x, weights, experts, arrays: Operands):
+def _few(block: Block, x, weights, experts, arrays: Operands, items):
     if why_not_where_they_lie(block, x, arrays) is None:
-        return _where_they_lie(block, x, weights, experts, arrays)
+        items = few_experts.items_of(experts, block.num_experts) if items is None else items
+        return _where_they_lie(block, x, weights, experts, arrays, items)
     pairs, mesh = experts.size, jax.sharding.get_abstract_mesh()
     if 2 * pairs > block.num_experts or (not mesh.empty and mesh.size > 1):
         return None
@@ -166,10 +173,10 @@ def why_not_where_they_lie(block: Block, x: Float[Array, "N E"], arrays: Operand
     return next(filter(None, (as_weight(weight).why_not_items(x.dtype) for weight in weights)), None)
 
 
-def _where_they_lie(block: Block, x, weights, experts, arrays: Operands) -> Array:
+def _where_they_lie(block: Block, x, weights, experts, arrays: Operands, items: few_experts.Items) -> Array:
     """The result by kernels that read the chosen experts among all: no sort, no gather, no padding."""
     inner, outer = (_adapter(part, arrays) for part in (block.gate_up, block.down))
-    pairs, items, products = experts.size, few_experts.items_of(experts, block.num_experts), None
+    pairs, products = experts.size, None
     if inner is not None:
         products = few_experts.rank_products(x, inner, items, pairs)
     base = as_weight(arrays.gate_up).matmul_items(x, items, pairs)

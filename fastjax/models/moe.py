@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from convert.model.config import ModelConfig
 from convert.model.moe import RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
+from fastjax.lora.expert_choice import choose_experts
 from fastjax.lora.experts import Block, Clamp, Operands, routed_experts
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.params import Constant
@@ -22,7 +23,8 @@ from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mlp import MLP, build_mlp
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
-from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load, route
+from pallas_kernels.few_experts import Items
+from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load
 
 #: The activation with two constants, as `ModelConfig.hidden_act` names it.
 CLAMPED = "clamped_swiglu"
@@ -41,11 +43,11 @@ class Router(Projection):
         self.settings = RouterSettings(*(getattr(config, field) for field in RouterSettings._fields))
         self.choice_bias = None if choice_bias is None else Constant(choice_bias)
 
-    def route(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Routing:
-        """The experts of all tokens, one after the other."""
+    def route(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> tuple[Routing, Items | None]:
+        """The experts of all tokens, one after the other; and their items, where tokens are few."""
         (logits,) = self(x.astype(jnp.float32), key)
         bias = None if self.choice_bias is None else self.choice_bias[...]
-        return route(logits.reshape(-1, logits.shape[-1]), self.settings, bias)
+        return choose_experts(self.settings, logits.reshape(-1, logits.shape[-1]), bias)
 
 
 class Experts(nnx.Module):
@@ -64,8 +66,14 @@ class Experts(nnx.Module):
         clamped = config.hidden_act == CLAMPED
         self.clamp = Clamp(config.swiglu_limit, config.swiglu_alpha) if clamped else None
 
-    def __call__(self, x: Float[Array, "B S E"], routing: Routing) -> Float[Array, "B S E"]:
-        """The weighted sum of each token's experts, in the dtype of the computation."""
+    def __call__(self, x: Float[Array, "B S E"], routing: Routing, items: Items | None) -> Float[Array, "B S E"]:
+        """The weighted sum of each token's experts, in the dtype of the computation.
+
+        Args:
+            x: inputs.
+            routing: of their tokens.
+            items: of the routing, or None.
+        """
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32 if self.float32 else x.dtype)
         experts = routing.logits.shape[1]
         parts = (self.gate_up, self.down)
@@ -74,7 +82,7 @@ class Experts(nnx.Module):
         weights = [part.weight.get_value() for part in parts]
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
         arrays = Operands(weights[0], biases[0], weights[1], biases[1], matrices)
-        out = routed_experts(block, tokens, routing.weights, routing.experts, arrays)
+        out = routed_experts(block, tokens, routing.weights, routing.experts, arrays, items)
         return name_residual(out, "projection").reshape(x.shape)
 
 
@@ -112,8 +120,8 @@ class Mixture(nnx.Module):
             mask: which tokens are not padding; None: all.
         """
         inner = x.astype(jnp.float32) if self.float32 else x
-        routing = self.router.route(inner, key)
-        out = self.experts(inner, routing).astype(inner.dtype)
+        routing, items = self.router.route(inner, key)
+        out = self.experts(inner, routing, items).astype(inner.dtype)
         if self.shared_expert is not None:
             shared = self.shared_expert(inner, key)
             if self.shared_expert_gate is not None:

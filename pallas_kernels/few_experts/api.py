@@ -1,5 +1,6 @@
 """The passes between the large products of a mixture's experts with LoRA adapters (arXiv 2106.09685), for few tokens.
 
+    w, e = the weights and experts of each token                                 `route`
     p = x·Aᵀ                                                                     `rank_products`
     h = act(gate) · up,  [gate | up] = base + p·(s·B)ᵀ + bias,  p' = h·Cᵀ        `gate`
     out = Σ w·(base' + p'·(s·D)ᵀ + bias')                                        `combine`
@@ -14,12 +15,15 @@ that are not in use end at once. Rank products come as addends in float32, as in
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import HALF, lacks_dtype, target
-from pallas_kernels.few_experts import triton
+from pallas_kernels.few_experts import routing, triton
 from pallas_kernels.few_experts.adapter import Adapter
+from pallas_kernels.moe_routing import RouterSettings
 from pallas_kernels.tiles import RANKS
 
 MOST_TOKENS = 64
@@ -51,13 +55,8 @@ def why_not(tokens: int, dtype: DTypeLike, rank: int, *features: int) -> str | N
         rank: the larger of the adapters', 0 without one.
         features: numbers of features that are read or written.
     """
-    device, mesh = target(), jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:
-        return "it takes tokens on one device, and there are several"
-    if reason := device.lacks((8, 0)) or lacks_dtype(dtype, HALF):
+    if reason := _why_not_here(tokens) or lacks_dtype(dtype, HALF):
         return reason
-    if not 0 < tokens <= MOST_TOKENS:
-        return f"it serves 1 to {MOST_TOKENS} tokens, not {tokens}"
     if rank > RANKS[-1]:
         return f"it serves ranks up to {RANKS[-1]}, not {rank}"
     if any(count % _GRAIN for count in features):
@@ -65,17 +64,57 @@ def why_not(tokens: int, dtype: DTypeLike, rank: int, *features: int) -> str | N
     return None
 
 
+def _why_not_here(tokens: int) -> str | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+        return "it takes tokens on one device, and there are several"
+    if reason := target().lacks((8, 0)):
+        return reason
+    return None if 0 < tokens <= MOST_TOKENS else f"it serves 1 to {MOST_TOKENS} tokens, not {tokens}"
+
+
+def why_not_route(logits: Float[Array, "N X"], settings: RouterSettings) -> str | None:
+    """Why `route` does not serve a call on the target, as a clause; None: it does."""
+    tokens, experts = logits.shape
+    if reason := _why_not_here(tokens) or lacks_dtype(logits.dtype, (jnp.float32,)):
+        return reason
+    if settings.groups > 1:
+        return "it chooses among all experts, not among groups"
+    if pl.next_power_of_2(tokens) * pl.next_power_of_2(experts) > routing.MOST_ELEMENTS:
+        return f"it serves up to {routing.MOST_ELEMENTS} logits, these are {tokens}×{experts}"
+    return None
+
+
+def route(
+    logits: Float[Array, "N X"], settings: RouterSettings, choice_bias: Float[Array, " X"] | None
+) -> tuple[Float[Array, "N k"], Int[Array, "N k"], Items]:
+    """The weights and experts of each token, as `moe_routing.route` gives them, and their items; one kernel.
+
+    Args:
+        logits: float32. NaN is chosen last.
+        settings: the router's, without groups.
+        choice_bias: added to the scores for the choice alone, or None.
+    """
+    sizes = _sizes(len(logits), logits.shape[1], settings.experts_per_token)
+    weights, experts, *items = routing.route(logits, choice_bias, settings=settings, **sizes)
+    return weights, experts, Items(*items)
+
+
 def items_of(experts: Int[Array, "N k"], num_experts: int) -> Items:
     """The items of a routing, ordered by expert.
 
     Args:
-        experts: of each token.
+        experts: of each token, k different ones.
         num_experts: X.
     """
-    slots, pairs = min(len(experts), SLOTS), experts.size
-    # An expert's last item may have empty slots; every other one is full.
-    most = min(pairs, num_experts + pairs // slots)
-    return Items(*triton.items(experts, most=most, slots=slots, num_experts=num_experts))
+    sizes = _sizes(len(experts), num_experts, experts.shape[1])
+    return Items(*routing.items(experts, num_experts=num_experts, **sizes))
+
+
+def _sizes(tokens: int, num_experts: int, chosen: int) -> dict[str, int]:
+    """Slots of an item, and the most items: an expert's last one may have empty slots, every other one is full."""
+    slots = min(tokens, SLOTS)
+    return {"slots": slots, "most": min(tokens * chosen, num_experts + tokens * chosen // slots)}
 
 
 def rank_products(x: Float[Array, "N in"], adapter: Adapter, items: Items, pairs: int) -> Float[Array, "C P R"]:

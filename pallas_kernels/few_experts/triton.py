@@ -14,58 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.few_experts.adapter import Adapter
+from pallas_kernels.few_experts.tile import iota, over
 from pallas_kernels.glu import ACTIVATIONS, clamped_swiglu
 from pallas_kernels.tiles import padded_rank, width
 
 _ROWS = 16
 _COLUMNS = 128
 """Features of a program; half as many of A where rows are few."""
-_PAIRS = 8
-"""Pairs that a program finds an item for."""
 _AT_ONCE = 8192
-"""Elements of a tile that are compared, or summed over experts, at a time."""
-
-
-@functools.partial(jax.jit, static_argnames=("most", "slots", "num_experts", "interpret"))
-def items(experts: Array, *, most: int, slots: int, num_experts: int, interpret: bool = False) -> tuple[Array, Array]:
-    """The table of items [most, 1 + slots], and how many of them are in use."""
-    shapes = jax.ShapeDtypeStruct((most, 1 + slots), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    kernel = functools.partial(_items, slots=slots, num_experts=num_experts)
-    return _call(kernel, shapes, (pl.cdiv(experts.size, _PAIRS),), "few_experts_items", interpret)(experts.reshape(-1))
-
-
-def _items(experts_ref, table_ref, count_ref, *, slots: int, num_experts: int):
-    pairs = experts_ref.shape[0]
-    every, own = _iota(pl.next_power_of_2(pairs)), pl.program_id(0) * _PAIRS + _iota(_PAIRS)
-    experts, expert = (pltriton.load(experts_ref.at[place], mask=place < pairs, other=-1) for place in (every, own))
-    same = experts[None, :] == expert[:, None]
-    rank, size = (_count(chosen) for chosen in (same & (every[None, :] < own[:, None]), same))
-    at_once = max(_AT_ONCE // every.size, 1)
-
-    def add(step, sums):
-        first, used = sums
-        numbers = step * at_once + _iota(at_once)
-        found = jax.lax.div(_count(experts[None, :] == numbers[:, None]) + (slots - 1), jnp.int32(slots))
-        before = jnp.where(numbers[None, :] < expert[:, None], found[None, :], 0)
-        return first + jnp.sum(before, axis=1), used + jnp.sum(found)
-
-    first, used = jax.lax.fori_loop(0, pl.cdiv(num_experts, at_once), add, (jnp.zeros_like(own), jnp.int32(0)))
-    item, slot, here = first + jax.lax.div(rank, jnp.int32(slots)), jax.lax.rem(rank, jnp.int32(slots)), own < pairs
-    behind = _iota(pl.next_power_of_2(slots))[None, :]
-    last = here & (rank == size - 1)
-    _put(table_ref, item, 1 + slot, own, here)
-    _put(table_ref, item, jnp.zeros_like(item), expert, here & (slot == 0))
-    _put(table_ref, item[:, None], 1 + behind, -1, last[:, None] & (behind > slot[:, None]) & (behind < slots))
-
-    @pl.when(pl.program_id(0) == 0)
-    def _():
-        count_ref[0] = used
-
-
-def _put(ref, row: Array, column: Array, value: Any, mask: Array) -> None:
-    """Store some values of a tile; the interpreter would put old values back in the others' places."""
-    row, column, value, mask = _over(jnp.where(mask, row, ref.shape[0]), column, value, mask)
-    pltriton.store(ref.at[row, column], value, mask=mask)
+"""Elements of a tile that are summed over experts, or over shares, at a time."""
 
 
 @functools.partial(jax.jit, static_argnames=("pairs", "interpret"))
@@ -86,10 +43,10 @@ def _rank_products(x_ref, a_ref, table_ref, count_ref, addends_ref, *, columns: 
 
     @pl.when(pl.program_id(1) < count_ref[0])
     def _():
-        cols = share * columns + _iota(columns)
-        lora_A = _load_A(a_ref, item.expert, _iota(addends_ref.shape[2]), cols)
+        cols = share * columns + iota(columns)
+        lora_A = _load_A(a_ref, item.expert, iota(addends_ref.shape[2]), cols)
         x = item.load(x_ref, cols, shared=shared)
-        item.store(addends_ref, _iota(addends_ref.shape[2]), _product(x, lora_A.astype(x.dtype)), share)
+        item.store(addends_ref, iota(addends_ref.shape[2]), _product(x, lora_A.astype(x.dtype)), share)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "clamp", "interpret"))
@@ -141,11 +98,11 @@ def _gate(
 
     @pl.when(pl.program_id(1) < count_ref[0])
     def _():
-        cols = share * columns + _iota(columns)
+        cols = share * columns + iota(columns)
         places = cols, features + cols
-        ranks = None if products_ref is None else _iota(products_ref.shape[2])
+        ranks = None if products_ref is None else iota(products_ref.shape[2])
         matrices = [None if ranks is None else _load_B(b_ref, item.expert, place, ranks) for place in places]
-        lora_A = None if addends_ref is None else _load_A(a_ref, item.expert, _iota(addends_ref.shape[2]), cols)
+        lora_A = None if addends_ref is None else _load_A(a_ref, item.expert, iota(addends_ref.shape[2]), cols)
         halves = [item.load(base_ref, place).astype(jnp.float32) for place in places]
         products = None if ranks is None else item.sum(products_ref, ranks).astype(dtype)
         for half, (place, lora_B) in enumerate(zip(places, matrices, strict=True)):
@@ -161,7 +118,7 @@ def _gate(
         h = h.astype(dtype)
         item.store(h_ref, cols, h)
         if addends_ref is not None and lora_A is not None:
-            item.store(addends_ref, _iota(addends_ref.shape[2]), _product(h, lora_A.astype(dtype)), share)
+            item.store(addends_ref, iota(addends_ref.shape[2]), _product(h, lora_A.astype(dtype)), share)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -191,20 +148,20 @@ def combine(
 
 def _combine(base_ref, products_ref, b_ref, bias_ref, weights_ref, experts_ref, out_ref, *, columns: int, scaling):
     token, count, dtype = pl.program_id(1), experts_ref.shape[1], out_ref.dtype
-    choice, cols = _iota(pl.next_power_of_2(count)), pl.program_id(0) * columns + _iota(columns)
+    choice, cols = iota(pl.next_power_of_2(count)), pl.program_id(0) * columns + iota(columns)
     here, tokens = choice < count, jnp.full(choice.shape, token, jnp.int32)
     expert = pltriton.load(experts_ref.at[tokens, choice], mask=here, other=0)
     weight = pltriton.load(weights_ref.at[tokens, choice], mask=here, other=jnp.zeros((), weights_ref.dtype))
     pairs = token * count + choice
-    *index, mask = _over(pairs[:, None], cols[None, :], here[:, None])
+    *index, mask = over(pairs[:, None], cols[None, :], here[:, None])
     total = pltriton.load(base_ref.at[tuple(index)], mask=mask, other=jnp.zeros((), base_ref.dtype)).astype(jnp.float32)
     if products_ref is not None:
-        ranks = _iota(products_ref.shape[2])
+        ranks = iota(products_ref.shape[2])
         lora_B = (_load_B(b_ref, expert[:, None, None], cols, ranks).astype(jnp.float32) * scaling).astype(dtype)
         products = _sum(products_ref, pairs, here, ranks).astype(dtype).astype(jnp.float32)
         total += jnp.sum(lora_B.astype(jnp.float32) * products[:, None, :], axis=2)
     if bias_ref is not None:
-        total += pltriton.load(bias_ref.at[_over(expert[:, None], cols[None, :])]).astype(jnp.float32)
+        total += pltriton.load(bias_ref.at[over(expert[:, None], cols[None, :])]).astype(jnp.float32)
     out = jnp.sum(total * weight.astype(jnp.float32)[:, None], axis=0)
     pltriton.store(out_ref.at[jnp.full(cols.shape, token, jnp.int32), cols], out.astype(dtype))
 
@@ -226,7 +183,7 @@ class _Item(NamedTuple):
     def of(cls, table_ref) -> "_Item":
         number, slots = pl.program_id(1), table_ref.shape[1] - 1
         tile = next(size for size in (1, 2, 4, _ROWS) if slots <= size)
-        place = _iota(tile)
+        place = iota(tile)
         index = jnp.full(place.shape, number, jnp.int32), 1 + place
         pairs = pltriton.load(table_ref.at[index], mask=place < slots, other=-1)
         return cls(table_ref[number, 0], pairs, pairs >= 0)
@@ -234,7 +191,7 @@ class _Item(NamedTuple):
     def _index(self, ref, cols: Array, leading: Any = None, shared: int = 1) -> tuple[tuple[Array, ...], Array]:
         rows = self.pairs if shared == 1 else jax.lax.div(self.pairs, jnp.int32(shared))
         rows = jnp.where(self.here, rows, ref.shape[-2])
-        *index, mask = _over(*(() if leading is None else (leading,)), rows[:, None], cols[None, :], self.here[:, None])
+        *index, mask = over(*(() if leading is None else (leading,)), rows[:, None], cols[None, :], self.here[:, None])
         return tuple(index), mask
 
     def load(self, ref, cols: Array, *, shared: int = 1) -> Array:
@@ -262,34 +219,26 @@ def _call(kernel, results: Any, grid: tuple[int, ...], name: str, interpret: boo
     )
 
 
-def _iota(count: int) -> Array:
-    return jax.lax.iota(jnp.int32, count)
-
-
-def _count(chosen: Array) -> Array:
-    return jnp.sum(chosen.astype(jnp.int32), axis=1)
-
-
 def _sum(ref, rows: Array, here: Array, cols: Array) -> Array:
     """The sum of addends, as one tile, over its first axis at the end."""
     count, shape = ref.shape[0], rows.shape + cols.shape
     at_once = min(pl.next_power_of_2(count), max(_AT_ONCE // (shape[0] * shape[1]), 2))
     total = jnp.zeros((at_once, *shape), jnp.float32)
     for start in range(0, count, at_once):
-        number = (start + _iota(at_once))[:, None, None]
-        *index, mask = _over(number, rows[None, :, None], cols[None, None, :], (number < count) & here[None, :, None])
+        number = (start + iota(at_once))[:, None, None]
+        *index, mask = over(number, rows[None, :, None], cols[None, None, :], (number < count) & here[None, :, None])
         total += pltriton.load(ref.at[tuple(index)], mask=mask, other=jnp.zeros((), ref.dtype))
     return jnp.sum(total, axis=0)
 
 
 def _load_A(ref, expert: Array, ranks: Array, cols: Array) -> Array:
     """Some columns of an expert's A, 0 behind the rank."""
-    return _inside(ref, _over(expert, ranks[:, None], cols[None, :]), 1)
+    return _inside(ref, over(expert, ranks[:, None], cols[None, :]), 1)
 
 
 def _load_B(ref, expert: Array, rows: Array, ranks: Array) -> Array:
     """Some rows of an expert's B, or of each of several experts', 0 behind the rank."""
-    return _inside(ref, _over(expert, rows[:, None], ranks[None, :]), 2)
+    return _inside(ref, over(expert, rows[:, None], ranks[None, :]), 2)
 
 
 def _inside(ref, index: tuple[Array, ...], axis: int) -> Array:
@@ -297,12 +246,6 @@ def _inside(ref, index: tuple[Array, ...], axis: int) -> Array:
     if rank != padded_rank(rank):
         mask = index[axis] < rank
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
-
-
-def _over(*parts: Any) -> tuple[Array, ...]:
-    """Indices over the axes of all of them."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(part) for part in parts))
-    return tuple(jnp.broadcast_to(part, shape) for part in parts)
 
 
 def _product(x: Array, matrix: Array) -> Array:

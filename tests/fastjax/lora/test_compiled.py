@@ -10,8 +10,10 @@ from flax import nnx
 
 from fastjax.bench.lora import LoraSettings, build, forward_and_backward
 from fastjax.lora import experts as experts_unit
+from fastjax.lora.expert_choice import choose_experts
 from fastjax.lora.rank_products import PartSpec
 from fastjax.quantization import NF4Weight
+from pallas_kernels.moe_routing import RouterSettings
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.hlo import kernels
 
@@ -95,6 +97,20 @@ def launched(text):
     entry = text[text.index("ENTRY ") :]
     names = re.findall(r" = \S.* (?:fusion|custom-call|dot|copy|sort)\(.*?op_name=\"([^\"]+)\"", entry)
     return [re.search(r"few_\w+|nf4_\w+|[^/]+$", name)[0] for name in names]
+
+
+def test_few_tokens_choose_their_experts_in_one_kernel_unless_they_are_differentiated():
+    settings, logits = RouterSettings(4, normalize=True), jnp.zeros((3, 32))
+
+    @jax.jit
+    def choose(logits):
+        (weights, experts, _), items = choose_experts(settings, logits, None)
+        return weights.sum(), (experts, items)
+
+    with AOT().tracing():
+        plain, gradient = jax.make_jaxpr(choose)(logits), jax.make_jaxpr(jax.grad(choose, has_aux=True))(logits)
+    assert "few_experts_route" in str(plain) and " sort" not in str(plain)
+    assert "few_experts_route" not in str(gradient) and gradient.out_avals[0].shape == (3, 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 32])

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.few_experts import Adapter, api, triton
+from pallas_kernels.few_experts import Adapter, api, routing, triton
+from pallas_kernels.moe_routing import RouterSettings, route
 
 # Largest error over largest value: roundings of rank products, of s·B and of the result to bfloat16.
 TOLERANCE = 2**-7
@@ -28,9 +29,9 @@ class Case:
 
     def __init__(self, tokens, chosen, num_experts, width=128, features=256, rank=16, biased=False):
         self.rng = rng = np.random.default_rng(tokens)
-        routed = [1 + rng.permutation(num_experts - 1)[:chosen] for _ in range(tokens)]
-        self.experts = np.asarray(routed, np.int32)
-        self.experts[: 3 * tokens // 4, 0] = 1
+        routed = np.stack([2 + rng.permutation(num_experts - 2)[:chosen] for _ in range(tokens)])
+        routed[: 3 * tokens // 4, 0] = 1
+        self.experts = routed.astype(np.int32)
         self.flat, self.num_experts = self.experts.reshape(-1), num_experts
         self.weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
         self.x = self.normal(tokens, width).astype(jnp.bfloat16)
@@ -53,7 +54,7 @@ class Case:
         slots = min(len(self.experts), api.SLOTS)
         most = min(self.flat.size, self.num_experts + self.flat.size // slots)
         options = {"most": most, "slots": slots, "num_experts": self.num_experts, "interpret": interpret}
-        items = triton.items(jnp.asarray(self.experts), **options)
+        items = routing.items(jnp.asarray(self.experts), **options)
         products = None
         if self.inner is not None:
             products = triton.rank_products(self.x, self.inner, *items, pairs=self.flat.size, interpret=interpret)
@@ -74,10 +75,10 @@ class Case:
         return total + np.einsum("pr,pfr->pf", wide(products).sum(0)[:, :rank], scaled)
 
 
-def expected_items(case):
-    slots, rows = min(len(case.experts), 8), []
-    for expert in range(case.num_experts):
-        pairs = np.nonzero(case.flat == expert)[0]
+def expected_items(experts, num_experts):
+    slots, rows = min(len(experts), 8), []
+    for expert in range(num_experts):
+        pairs = np.nonzero(np.asarray(experts).reshape(-1) == expert)[0]
         for start in range(0, pairs.size, slots):
             own = pairs[start : start + slots]
             rows.append([expert, *own, *[-1] * (slots - own.size)])
@@ -99,7 +100,7 @@ def expected_items(case):
 def test_passes(sizes, clamp):
     case = Case(**sizes)
     (table, count), products, h, shares, out = case.run(True, clamp)
-    items = expected_items(case)
+    items = expected_items(case.experts, case.num_experts)
     assert int(count[0]) == len(items) <= len(table)
     np.testing.assert_array_equal(np.asarray(table)[: len(items)], items)
     if products is not None:
@@ -117,6 +118,43 @@ def test_passes(sizes, clamp):
         close(found, np.einsum("pf,prf->pr", wide(h), wide(case.outer.lora_A)[case.flat]))
     y = wide(case.y) + case.update(shares, case.outer, case.bias[1])
     close(out, np.einsum("nk,nke->ne", wide(case.weights), y.reshape(*case.experts.shape, -1)))
+
+
+ROUTERS = [
+    RouterSettings(8, normalize=True),
+    RouterSettings(3, "sigmoid", normalize=True, scale=2.5),
+    RouterSettings(4, score_after=True),
+]
+
+
+def check_route(tokens, num_experts, settings, interpret):
+    """The kernel's weights, experts and items beside those of XLA; equal logits, and a bias for sigmoids."""
+    rng = np.random.default_rng(tokens)
+    logits = jnp.asarray(rng.standard_normal((tokens, num_experts)), jnp.float32)
+    logits = logits.at[:, 5].set(logits[:, 2])
+    bias = jnp.asarray(rng.standard_normal(num_experts), jnp.float32) if settings.score == "sigmoid" else None
+    sizes = api._sizes(tokens, num_experts, settings.experts_per_token)
+    weights, experts, table, count = routing.route(logits, bias, settings=settings, **sizes, interpret=interpret)
+    expected = route(logits, settings, bias)
+    np.testing.assert_array_equal(experts, expected.experts)
+    np.testing.assert_allclose(weights, expected.weights, rtol=1e-5)
+    items = expected_items(expected.experts, num_experts)
+    assert int(count[0]) == len(items) <= len(table)
+    np.testing.assert_array_equal(np.asarray(table)[: len(items)], items)
+
+
+@pytest.mark.exhaustive("20-60-settings1")
+@pytest.mark.parametrize("settings", ROUTERS)
+@pytest.mark.parametrize("tokens, num_experts", [(1, 32), (20, 60)])
+def test_route(tokens, num_experts, settings):
+    check_route(tokens, num_experts, settings, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", ROUTERS)
+@pytest.mark.parametrize("tokens, num_experts", [(1, 128), (3, 60), (8, 512), (32, 128), (64, 128)])
+def test_route_on_the_card(tokens, num_experts, settings):
+    check_route(tokens, num_experts, settings, False)
 
 
 @pytest.mark.gpu
