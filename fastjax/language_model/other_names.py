@@ -113,6 +113,8 @@ MODEL: Mapping[str, str] = {
     "load_lora": "generate(…, adapter=FastLanguageModel.load_adapter(base.value, folder))",
     "vllm_engine": "model.generate, which has its own engine",
     "save_pretrained_torchao": "save_pretrained_merged(folder, dtype='int4-128', …), which writes compressed-tensors",
+    **dict.fromkeys(("encode", "similarity", "prompts"), "model.logits or model.rewards; embeddings are not built"),
+    **dict.fromkeys(("infer", "add_image_preprocess"), "model.generate with texts; images are not read"),
     "generation_config": "keywords of generate, or the folder's generation_config.json, which it reads",
     **dict.fromkeys(("parameters", "named_parameters", "state_dict"), "model.trainable and model.frozen, trees"),
     **dict.fromkeys(("modules", "named_modules"), "model.module(), the decoder itself"),

@@ -15,10 +15,8 @@ from fastjax import (
     OptimizerConfig,
     SFTConfig,
     SFTTrainer,
-    get_chat_template,
     train_on_responses_only,
 )
-from fastjax.data import NAMED_TEMPLATES, load_tokenizer
 from fastjax.errors import ConfigError, DataError
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
@@ -124,15 +122,6 @@ def test_rows_of_token_ids(loaded):
     assert trainer._trainer.config.data.loss_on == "responses"
     with pytest.raises(ConfigError, match=r"expected rows of conversations or texts, got token ids \(input_ids\)"):
         train_on_responses_only(trainer, instruction_part="<|user|>", response_part="<|assistant|>")
-
-
-def test_a_chat_template_by_name():
-    tokenizer = load_tokenizer(ASSETS / "tiny-llama")
-    assert get_chat_template(tokenizer, chat_template="alpaca") is tokenizer
-    said = tokenizer.apply_chat_template([{"role": "user", "content": "Add."}], tokenize=False)
-    assert said.endswith("### Instruction:\nAdd.") and "alpaca" in NAMED_TEMPLATES
-    with pytest.raises(ConfigError, match="chatml needs special tokens that the tokenizer in .* lacks"):
-        get_chat_template(tokenizer, chat_template="chatml", map_eos_token=False)
 
 
 @pytest.mark.parametrize(
