@@ -89,6 +89,7 @@ class Asked:
         self.voice, self.reply = voice, reply
         self._engine, self._number = engine, number
         self._began, self._first, self._last = time.perf_counter(), None, 0.0
+        self._early = 0  # tokens that came with the first one
 
     @property
     def done(self) -> bool:
@@ -101,10 +102,11 @@ class Asked:
             if piece.request != self._number or self.done:
                 continue
             self.reply.add(piece)
-            self._last = time.perf_counter()
-            self._first = self._first or (self._last if piece.tokens else None)
             if self.done and piece.finish_reason is None:
                 self._engine.cancel(self._number)
+        self._last = time.perf_counter()
+        if self._first is None and self.reply.token_ids:
+            self._first, self._early = self._last, len(self.reply.token_ids)
         return self.reply.deltas()
 
     def cancel(self) -> None:
@@ -118,8 +120,8 @@ class Asked:
         count, prompt = len(self.reply.token_ids), len(self.reply.prompt_token_ids)
         told = [self.voice.name, f"{count:,} tokens"]
         if self._first is not None:
-            if count > READ and self._last > self._first:
-                told.append(f"{(count - READ) / (self._last - self._first):,.1f} tokens/s")
+            if count > self._early and self._last > self._first:
+                told.append(f"{(count - self._early) / (self._last - self._first):,.1f} tokens/s")
             told.append(f"first after {self._first - self._began:.2f} s")
         told.append(f"{prompt + count:,} of {self._engine.max_length:,} used")
         ended = {"length": "cut: the limit of tokens is reached", "cancelled": "stopped"}

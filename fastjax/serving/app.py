@@ -65,7 +65,9 @@ async def _not_found(http: HttpRequest, error: Exception) -> Response:
     """No such route or method, in the form of the other errors."""
     assert isinstance(error, HTTPException)
     asked, headers = f"{http.method[:20]} {shorten(http.url.path, 80)}", error.headers or {}
-    there = {route.path for route in http.app.routes if route.path not in page.OPEN_PATHS}
+    there = {
+        route.path.replace("{name:path}", "NAME") for route in http.app.routes if route.path not in page.OPEN_PATHS
+    }
     methods = ", ".join(sorted(headers["Allow"].split(", "))) if "Allow" in headers else None
     expected = methods or f"one of {', '.join(sorted(there))}"
     return ApiError(error.status_code, f"{asked}: expected {expected}", headers=headers).response()

@@ -58,7 +58,9 @@ export class Answer {
     const choice = event.choices?.[0];
     if (!choice) return;
     const { reasoning_content: reasoning, content, tool_calls: calls } = choice.delta ?? {};
-    let told = [...this.pending, ...(choice.logprobs?.content ?? [])];
+    const came = choice.logprobs?.content ?? [];
+    if (came.length) this.tokens = (this.tokens ?? 0) + came.length;  // of a stopped answer no usage comes
+    let told = [...this.pending, ...came];
     this.pending = reasoning || content || calls ? [] : told;
     if (this.first === null && (reasoning || content || calls)) this.first = performance.now();
     for (const [kind, text] of [["reasoning", reasoning], ["content", content]]) {

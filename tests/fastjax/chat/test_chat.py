@@ -1,18 +1,23 @@
 """A conversation in a terminal and in a pipe, with voices that say what they are told to."""
 
 import io
+import itertools
 import json
 import re
 import signal
+import types
 
 import pytest
 from rich.console import Console
 
+from fastjax.chat import voices
 from fastjax.chat.chat import SETTINGS, Chat
 from fastjax.chat.lines import read_messages
 from fastjax.chat.screen import Screen
 from fastjax.commands import chat as chat_command
 from fastjax.errors import ConfigError
+from fastjax.generation.answers import GrowingAnswer
+from fastjax.generation.choices import Piece
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.replies import Delta, Reply
 from fastjax.generation.text import answer
@@ -216,6 +221,21 @@ def test_settings_and_seeds():
     assert [line.split(":")[0] for line in notes.splitlines()] == list(SETTINGS)
     *_, voices, _ = talk("one", "two", seeded=True)
     assert [options.seed for _, options in voices["tuned"].asked] == [0, 0]
+
+
+def test_the_speed_is_that_of_the_tokens_behind_the_first_step(monkeypatch):
+    """A step brings the first token and further ones, a moment apart."""
+    clock = itertools.count()
+    monkeypatch.setattr(voices.time, "perf_counter", lambda: next(clock))
+    reply = GrowingAnswer([5] * 3)
+    reply.deltas = list
+    engine = types.SimpleNamespace(max_length=99)
+    engine.step = lambda steps: [Piece(1, 0, (7,)), Piece(1, 0, (7,) * 4)]
+    asked = voices.Asked(Voice("tuned"), engine, 1, reply)
+    asked.step()
+    assert asked.status() == "tuned · 5 tokens · first after 1.00 s · 8 of 99 used"
+    asked.step()
+    assert asked.status() == "tuned · 10 tokens · 5.0 tokens/s · first after 1.00 s · 13 of 99 used"
 
 
 def test_messages_of_several_lines():

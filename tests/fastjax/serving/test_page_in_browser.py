@@ -35,7 +35,7 @@ def test_an_answer_comes_in_pieces_and_the_next_question_has_it(opened):
         page.wait_for_selector("#send:not([hidden])")
         partial = texts(page)[0]
         assert (TEXTS[BASE] * 200).startswith(partial[:40]) and 40 < len(partial) < len(TEXTS[BASE]) * 200
-        assert "stopped" in page.locator(".figures").text_content()
+        assert re.match(r"\d+ tokens · .* · stopped$", page.locator(".figures").text_content())
         ask(page, "And then?")
         assert texts(page)[1] == TEXTS[BASE]
         assert re.fullmatch(
