@@ -74,14 +74,16 @@ def test_the_manual_shows_the_lines_of_the_report():
 def test_commands_that_are_shown_first_are_read(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text((ROOT / "examples/my_model.yaml").read_text())
-    lines = [shlex.split(line, comments=True) for block in blocks("bash", text) for line in block.splitlines()]
+    shown = "\n".join(blocks("bash", text)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in shown.splitlines()]
     commands = [words[1:] for words in lines if words[:1] == ["fastjax"]]
     assert {"preview", "train", "chat"} <= {name for name, *_ in commands}
     for name, *words in commands:
         if name in ("train", "preview", "plan"):
             words = words if name == "train" else ["--config", words[0]]
             config = parse_train_config(words)
-            assert config.model.max_seq_length == 2048 and config.optimizer.learning_rate == 2e-4
+            own = (2048, 2e-4) if "--config" in words else (512, 1e-3)
+            assert (config.model.max_seq_length, config.optimizer.learning_rate) == own
         else:
             assert name == "chat" and chat._parser().parse_args(words)
 
