@@ -129,9 +129,9 @@ def _tokens(job: Job) -> None:
         elif role in ("bos_token", "eos_token"):
             special[where] = (role, value)
         else:
-            job.not_carried[where] = "model.special_tokens has bos_token and eos_token"
+            job.not_carried[where] = "model.special_tokens_map has bos_token and eos_token"
     if special:
-        job.carry(", ".join(special), "model.special_tokens", dict(special.values()))
+        job.carry(", ".join(special), "model.special_tokens_map", dict(special.values()))
     if isinstance(tokens, list) and tokens:
         job.carry_more("tokens", "model.new_tokens", tokens)
 

@@ -135,7 +135,8 @@ def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Mapping[str
     known = tokenizer.get_vocab()
     if lacking := [f"{role}: {shown(token, 60)}" for role, token in tokens.items() if token not in known]:
         raise ConfigError(
-            f"special_tokens: expected tokens that the tokenizer has, got {', '.join(lacking)}; add them (new_tokens)"
+            f"special_tokens_map: expected tokens that the tokenizer has, got {', '.join(lacking)}; add them "
+            "(new_tokens)"
         )
     if tokens:
         tokenizer.add_special_tokens(dict(tokens))

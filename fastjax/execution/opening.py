@@ -109,11 +109,16 @@ def open_folder(source: Source, options: LoadOptions, *, weights: bool = True, t
     module_paths(options.float32_modules or (), config)
     frozen_arrays(config, options.unfrozen_parameters)
     loaded, known, new_ids = None, config.vocab_size, []
-    if tokenizer or new_tokens or options.special_tokens or any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if (
+        tokenizer
+        or new_tokens
+        or options.special_tokens_map
+        or any((folder / name).is_file() for name in TOKENIZER_FILES)
+    ):
         loaded = load_tokenizer(folder)
         known = min(vocabulary_size(loaded), config.vocab_size)
         new_ids = add_tokens(loaded, new_tokens, config.vocab_size) if new_tokens else []
-        set_special_tokens(loaded, options.special_tokens or {})
+        set_special_tokens(loaded, options.special_tokens_map or {})
         if new_ids:
             rows = max(config.vocab_size, vocabulary_size(loaded))
             config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)

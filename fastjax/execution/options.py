@@ -67,7 +67,7 @@ class LoadOptions:
     new_tokens: list[NewToken] | None = None
     """tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean of the
     others."""
-    special_tokens: dict[Literal["bos_token", "eos_token", "unk_token", "pad_token"], str] | None = None
+    special_tokens_map: dict[Literal["bos_token", "eos_token", "unk_token", "pad_token"], str] | None = None
     """the tokenizer's special tokens by their role, such as {eos_token: "<|im_end|>"}, each a token that it has or one
     of new_tokens; saved with it. null: the folder's."""
     rope_scaling: dict[str, Any] | None = None

@@ -99,7 +99,7 @@ class FastLanguageModel:
         LoadOptions,
         _load_options,
         positional=("max_seq_length", "dtype", "load_in_4bit"),
-        without=("new_tokens", "special_tokens", "rope_scaling", "allow_nonfinite"),
+        without=("new_tokens", "special_tokens_map", "rope_scaling", "allow_nonfinite"),
         defaults={"load_in_4bit": False},
     )
     def from_config(

@@ -138,7 +138,7 @@ def _read_back(run: Run) -> FineTuned | str:
     if (problem := damage(folder)) is not None:
         return problem
     if config.model.full_finetuning:  # its folder has the tokens and the scaling
-        made = dict.fromkeys(("new_tokens", "special_tokens", "rope_scaling"))
+        made = dict.fromkeys(("new_tokens", "special_tokens_map", "rope_scaling"))
         model = dataclasses.replace(config.model, model_name=str(folder.result), **made)
         result = dataclasses.replace(config, model=model)
     else:

@@ -320,7 +320,7 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         name = "random weights" if model.folder is None else str(model.folder)
     options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(LoadOptions)}
     # The model in memory has them, also when the run is resumed.
-    options |= dict.fromkeys(("new_tokens", "special_tokens", "rope_scaling"))
+    options |= dict.fromkeys(("new_tokens", "special_tokens_map", "rope_scaling"))
     section = ModelSection(name, **options)
     lora = LoraSection()
     if model.lora is not None:

@@ -51,7 +51,7 @@ def test_axolotl(imported, tmp_path):
     shown = lists(out)
     assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
     assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
-    assert shown["not carried over"] == ["my_own_key"] and model.special_tokens == {"eos_token": "</s>"}
+    assert shown["not carried over"] == ["my_own_key"] and model.special_tokens_map == {"eos_token": "</s>"}
     needed = " ".join(out.partition("\nneeded (2)\n")[2].split())
     assert "base_model no folder here: it comes from the hub, over the network, as the run begins" in needed
     assert (
@@ -206,7 +206,7 @@ THOUGHTS = {"field_thinking": "thinking", "template_thinking_key": "thinking"}
         (ALPACA | {"adapter": "lora", "load_in_8bit": True, "load_in_4bit": False}, {"model.load_in_4bit": False}),
         (
             ALPACA | {"special_tokens": {"bos_token": "<s>", "unk_token": "<unk>"}},
-            {"model.special_tokens": {"bos_token": "<s>"}},
+            {"model.special_tokens_map": {"bos_token": "<s>"}},
         ),
         (ALPACA | {"model_config": {"output_router_logits": True}}, {"training.router_aux_loss_coef": 0.001}),
         (ALPACA | {"unfrozen_parameters": ["^model.language_model.*", "lm_head"]}, {"model.unfrozen_parameters": None}),

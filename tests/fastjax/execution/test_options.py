@@ -35,7 +35,7 @@ def test_the_section_is_the_options_and_the_models_name():
 def test_the_face_takes_the_options_as_keywords(function, others, changed):
     parameters = inspect.signature(function).parameters
     found = {name: parameter.default for name, parameter in parameters.items() if name not in others}
-    left_out = {"new_tokens", "special_tokens", "rope_scaling", "allow_nonfinite"} if changed else set()
+    left_out = {"new_tokens", "special_tokens_map", "rope_scaling", "allow_nonfinite"} if changed else set()
     assert found == {name: changed.get(name, value) for name, value in DEFAULTS.items() if name not in left_out}
     assert others < parameters.keys() and list(parameters)[1:4] == ["max_seq_length", "dtype", "load_in_4bit"]
     assert parameters["layer_loop"].annotation == Literal["scan", "unroll"] and "Annotated" not in str(parameters)

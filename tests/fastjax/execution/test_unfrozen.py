@@ -58,7 +58,7 @@ def test_names_that_are_none(names, message):
 def test_special_tokens(tmp_path):
     folder = chat.write_model(tmp_path / "tiny")
     how = HOW | {"unfrozen_parameters": ["model.norm"]}
-    model, tokenizer = FastLanguageModel.from_pretrained(folder, special_tokens={"eos_token": "<unk>"}, **how)
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, special_tokens_map={"eos_token": "<unk>"}, **how)
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<unk>", "<s>")
     model = model.replace(trainable=jax.tree.map(lambda leaf: leaf + 1, model.trainable))
     model.save_pretrained(tmp_path / "saved")
@@ -66,6 +66,6 @@ def test_special_tokens(tmp_path):
     before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "saved"))
     assert [name for name, array in before.items() if (array != after[name]).any()] == ["model.norm.weight"]
     with pytest.raises(
-        ConfigError, match="special_tokens: expected tokens that the tokenizer has, got eos_token: '<e>'"
+        ConfigError, match="special_tokens_map: expected tokens that the tokenizer has, got eos_token: '<e>'"
     ):
-        FastLanguageModel.from_pretrained(folder, special_tokens={"eos_token": "<e>"})
+        FastLanguageModel.from_pretrained(folder, special_tokens_map={"eos_token": "<e>"})
