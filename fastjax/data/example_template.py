@@ -31,7 +31,8 @@ def apply_chat_template(
         dataset: Rows with `conversations`, of the `datasets` library or a list.
         tokenizer: Its chat template is replaced; it gets Ollama's Modelfile as `_ollama_modelfile`.
         chat_template: A question and its answer as {INPUT} and {OUTPUT} with all that stands around them, once or
-            twice; {SYSTEM} before them is the system's message. An answer that ends with no end token gets the EOS.
+            twice; {SYSTEM} before them is the system's message, and without it that takes the place of the text before
+            the first question. An answer that ends with no end token gets the EOS.
         default_system_message: In the place of {SYSTEM} where a conversation has no system's message.
         extra_eos_tokens: Tokens besides the EOS that end an answer.
 
@@ -88,8 +89,8 @@ def format_of(
     begins = bool(bos) and (system.startswith(bos) or tokenizer("A")["input_ids"][:1] == [tokenizer.bos_token_id])
     system = system.removeprefix(bos)
     begin = "{bos}" if begins else ""
-    if "{SYSTEM}" not in system:
-        return TurnFormat(user, assistant, None, begin + system)
+    if "{SYSTEM}" not in system:  # a system's message stands in the place of what is said before the turns
+        return TurnFormat(user, assistant, "{}" if system else None, begin, system or None)
     return TurnFormat(user, assistant, system.replace("{SYSTEM}", "{}"), begin, default_system_message)
 
 

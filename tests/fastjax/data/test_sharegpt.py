@@ -97,6 +97,11 @@ def test_a_template_by_an_example(example, settings, text, kind):
     assert tokenizer.decode(learnt.tokens[learnt.learn]) == said
     assert tokenizer.apply_chat_template([*CHAT, asked], tokenize=False).startswith(whole)
     assert vars(tokenizer)["_ollama_modelfile"].splitlines()[1] == "FROM {__FILE_LOCATION__}"
+    if example == ONCE:
+        assert tokenizer.apply_chat_template([{"role": "system", "content": "S"}, asked], tokenize=False) == (
+            "S\n\n### Instruction:\nr"
+        )
+        assert "### Response:\n" in vars(tokenizer)["_ollama_modelfile"].partition("TEMPLATE")[2]
 
 
 def test_texts_that_are_no_example():
