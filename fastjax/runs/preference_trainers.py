@@ -72,7 +72,7 @@ class DPOConfig(PolicyArguments):
     precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss_type, str) and len(self.loss_type) == 1:
+        if isinstance(self.loss_type, list | tuple) and len(self.loss_type) == 1:
             self.loss_type = self.loss_type[0]
         super().__post_init__()
 

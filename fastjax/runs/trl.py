@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 
+from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import check_model
 from fastjax.language_model import LanguageModel, ModelHandle
@@ -58,9 +59,10 @@ def arguments(cls: type[A]) -> type[A]:
     fields, init = {field.name for field in dataclasses.fields(settings)}, settings.__init__
 
     @functools.wraps(init)
-    def collected(self: A, output_dir: str | None = None, **named: Any) -> None:
-        named |= {} if output_dir is None else {"output_dir": os.fspath(output_dir)}
+    def collected(self: A, output_dir: Any = None, **named: Any) -> None:
         named = _renamed(named, cls.__name__)
+        if output_dir is not None:
+            named["output_dir"] = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
         rest = {name: named.pop(name) for name in list(named) if name not in fields}
         init(self, **{**named, "others": {**named.get("others", {}), **rest}})
 
@@ -154,13 +156,16 @@ class SharedArguments:
         for name, value in vars(self).items():
             if isinstance(value, enum.Enum):  # transformers' names of strategies, optimizers, …
                 setattr(self, name, value.value)
+        self.report_to = "none" if self.report_to is None else self.report_to
         if unknown := [name for name in self.others if name not in ARGUMENTS.known]:
             raise ConfigError(f"{config}: {unknown[0]}: expected a name of {config}, got an unknown one")
         plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in self.others.items()}
         ARGUMENTS.translated(config, plain)
-        for name in ("max_steps", "warmup_steps"):
-            if not isinstance(value := getattr(self, name), int | float):
-                raise ConfigError(f"{config}: {name}: expected a number, got {value!r}")
+        kinds = ("max_steps", int | float, "a number"), ("warmup_steps", int | float, "a number")
+        names = "a name or a list of names"
+        for name, kind, expected in (*kinds, ("output_dir", str, "a folder"), ("report_to", str | Sequence, names)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{config}: {name}: expected {expected}, got {shown(value, 80)}")
         losses = {"loss_type": self.losses} if "loss_type" in vars(self) else {}
         for name, known in {**losses, **self.choices}.items():
             if (value := getattr(self, name)) not in tuple(known):
@@ -429,7 +434,9 @@ def _arguments_of(kind: type[SharedArguments], args: Any, trainer: str, others: 
     # Theirs has defaults of its own for the names that are served; of the others those that were changed count.
     known = {field.name for field in dataclasses.fields(kind)}
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-    plain: Any = made(output_dir=given["output_dir"])
+    same = {name: given[name] for name in ("output_dir", "bf16", "fp16", "use_cpu") if name in given}
+    plain: Any = made(**same)  # made on this machine, which theirs looks at
+    plain.use_cpu = False
     given = {name: value for name, value in given.items() if name in known or value != getattr(plain, name)}
     return kind(**{**_renamed(given, kind.__name__), **_renamed(others, kind.__name__)})
 

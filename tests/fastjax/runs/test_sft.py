@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -89,8 +88,8 @@ def test_what_is_saved_by_their_methods(loaded, tmp_path):
         FastLanguageModel.from_pretrained(tmp_path, 128)
 
 
-def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
-    """As of the same rows as conversations; a part that no row has, or none, is refused."""
+def test_answers_alone_of_rows_of_text(loaded, tmp_path):
+    """As of the same rows as conversations; a part that no row has is refused."""
     model, tokenizer = loaded
     texts = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in rows(8)]
     parts = {
@@ -99,8 +98,7 @@ def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
     }
     learnt = []
     for name, given in (("texts", texts), ("conversations", rows(8))):
-        args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, per_device_train_batch_size=2)
-        trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=given, args=args)
+        trainer = SFTTrainer(model, SFTConfig(output_dir=str(tmp_path / name)), given, tokenizer=tokenizer)
         with pytest.raises(ConfigError, match="expected instruction_part, response_part and num_proc, got return_func"):
             train_on_responses_only(trainer, return_function=True)
         if name == "texts":
@@ -108,12 +106,11 @@ def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
                 train_on_responses_only(trainer, instruction_part="<u>", response_part="<none>").train()
         train_on_responses_only(trainer)  # which finds the parts in the chat template
         assert trainer._parts == (parts if name == "texts" else None)
-        labels = [label for label in trainer.train_dataset[5]["labels"] if label != -100]
-        said = [message["content"] for message in rows(8)[5]["messages"] if message["role"] == "assistant"]
-        assert tokenizer.decode(labels) == "".join(f"{text}<|eot_id|>" for text in said)
-        trainer.train()
-        learnt.append(re.findall(r"([\d,]+) tokens, ([\d,]+) of them learnt", capsys.readouterr().out))
-    assert learnt[0] == learnt[1] and len({number for pair in learnt[0] for number in pair}) == 2
+        labels = trainer.train_dataset["labels"]
+        learnt.append([[label for label in row if label != -100] for row in labels])
+    said = [message["content"] for message in rows(8)[5]["messages"] if message["role"] == "assistant"]
+    assert tokenizer.decode(learnt[0][5]) == "".join(f"{text}<|eot_id|>" for text in said)
+    assert learnt[0] == learnt[1] and train_on_responses_only(trainer, **parts).args.assistant_only_loss
 
 
 def test_rows_of_token_ids(loaded):
@@ -150,11 +147,13 @@ def test_what_names_become(loaded, given, section, expected):
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
-def test_every_name_of_theirs_is_known():
-    """A default of theirs is what is done here, but for CPO, of which SimPO alone is, and the order of KTO's rows."""
+def test_every_name_of_theirs_is_known(loaded):
+    """A default of theirs is what is done here, but for CPO, of which SimPO alone is, and the order of KTO's rows; of
+    other values those that are not taken are refused in words."""
     trl = pytest.importorskip("trl", minversion="1.16", reason="TRL is in the environment with torch")
     from trl.experimental import cpo, orpo
 
+    taken = refused = 0
     for kind, place in {"SFT": trl, "DPO": trl, "KTO": trl, "Reward": trl, "ORPO": orpo, "CPO": cpo}.items():
         ours, theirs = getattr(fastjax, f"{kind}Config"), getattr(place, f"{kind}Config")
         served = {"CPO": {"loss_type": "simpo", "cpo_alpha": 0.0}, "KTO": {"train_sampling_strategy": "random"}}
@@ -163,6 +162,32 @@ def test_every_name_of_theirs_is_known():
             value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
             if field.init and field.name not in served:
                 ours(**served | {field.name: value})
+            for value in (None, 3, "x", object()) if field.init else ():
+                try:
+                    ours(**served | {field.name: value}).settings(loaded[0])
+                    taken += 1
+                except ConfigError:
+                    refused += 1
+    assert taken > 500 < refused
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_their_settings_and_callbacks(loaded, tmp_path):
+    """TrainingArguments, TRL's own config and callbacks of transformers, as their users hold them."""
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    names = {"max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    names |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "per_device_train_batch_size": 1}
+    theirs = transformers.TrainingArguments(str(tmp_path), **names, lr_scheduler_type="cosine", report_to="none")
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)
+    data = {"train_dataset": rows(4), "eval_dataset": rows(1), "callbacks": [stopping, transformers.PrinterCallback]}
+    stats = SFTTrainer(loaded[0], args=theirs, **data).train()
+    assert 2 <= stats.global_step <= 3 and stats.config.optimizer.learning_rate == 5e-5
+    own = SFTTrainer(loaded[0], args=trl.SFTConfig(str(tmp_path), bf16=False, packing=True), train_dataset=rows(1)).args
+    assert (own.packing, own.learning_rate, own.bf16) == (True, 2e-5, False)
+    refused = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match="use_cpu: expected none, got True"):
+        SFTTrainer(loaded[0], args=refused, train_dataset=rows(1))
 
 
 def test_evaluations_and_saves(loaded):
