@@ -16,7 +16,7 @@ from tests.support.shown_code import Reader
 #: Notebook -> what its outputs show, besides no error and nothing on standard error.
 SHOWN = {
     "alpaca_sft": r'### Response:\n\{"who": .*step 12/12: loss [01]\.\d.*\{"who": ".*adapter_model\.safetensors',
-    "chat_responses": r"learnt: 'Karl\.<\|eot_id\|>49\.<\|eot_id\|>blue<\|eot_id\|>'\n",
+    "chat_responses": r"learnt: 'Karl\.<\|eot_id\|>49\.<\|eot_id\|>blue<\|eot_id\|>'\n.* seconds, loss \d.*'grad_norm'",
     "continued_pretraining": r"769 tokens, the new ones: \(768,\)",
     "dpo": r"step 16/16: .*margin \S+  accuracy \d+%.*accuracy of preference (0\.[89]\d|1\.00), margin \d",
     "orpo": r'step 24/24: .*log odds ratio \d.*\{"who": "',
