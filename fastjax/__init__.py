@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastjax.trainer import is_bfloat16_supported as is_bfloat16_supported
     from fastjax.training.config import OptimizerConfig as OptimizerConfig
     from fastjax.training.config import OutputSection as OutputSection
+    from fastjax.training.config import ParallelSection as ParallelSection
     from fastjax.training.config import PreferencesSection as PreferencesSection
     from fastjax.training.config import TrainingSection as TrainingSection
 
@@ -63,7 +64,9 @@ _MODULES = {
         *("PatchDPOTrainer", "UnslothTrainer", "UnslothTrainingArguments"),
         *("is_bf16_supported", "is_bfloat16_supported"),
     ),
-    "fastjax.training.config": ("OptimizerConfig", "OutputSection", "PreferencesSection", "TrainingSection"),
+    "fastjax.training.config": (
+        *("OptimizerConfig", "OutputSection", "ParallelSection", "PreferencesSection", "TrainingSection"),
+    ),
 }
 #: What to use instead of names of Unsloth's and TRL's that are not built → the names.
 _NOT_BUILT = {

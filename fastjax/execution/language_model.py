@@ -137,6 +137,23 @@ class LanguageModel:
         return trained, base if self.full_finetuning else base + trained
 
 
+def on_device(model: Model, device: Any) -> Model:
+    """A model whose arrays lie on one device; those that it has already are not copied.
+
+    Args:
+        model: any, its arrays in this process.
+        device: one of this process.
+    """
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.devices() == {device}:
+            return leaf
+        here = [shard.data for shard in leaf.addressable_shards if shard.device == device]
+        return here[0] if leaf.is_fully_replicated and here else jax.device_put(leaf, device)
+
+    return model.replace(trainable=jax.tree.map(own, model.trainable), frozen=jax.tree.map(own, model.frozen))
+
+
 def check_logits(model: LanguageModel, what: str) -> None:
     """Refuse a reward model where logits are needed.
 

@@ -13,7 +13,7 @@ import jax
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
-from fastjax.execution.language_model import LanguageModel
+from fastjax.execution.language_model import LanguageModel, on_device
 from fastjax.generation.adapters import join_adapters
 from fastjax.generation.choices import Piece
 from fastjax.generation.engine import Engine
@@ -52,7 +52,7 @@ class Engines:
         joined = join_adapters(model, adapters or {}, adapter_slots, adapter_rank)
         for device in devices:
             with jax.default_device(device):  # of the cache
-                own = dataclasses.replace(joined, model=_on_device(joined.model, device))
+                own = dataclasses.replace(joined, model=on_device(joined.model, device))
                 self.engines.append(Engine(own, **settings))
         self._pool = concurrent.futures.ThreadPoolExecutor(len(devices), thread_name_prefix="engine")
         self._left = [0] * len(devices)
@@ -206,18 +206,6 @@ def whole_on(model: LanguageModel) -> list[Any]:
         return []
     common = set.intersection(*(set(leaf.devices()) for leaf in leaves))
     return sorted(common, key=lambda device: device.id) if len(common) > 1 else []
-
-
-def _on_device(model: LanguageModel, device: Any) -> LanguageModel:
-    """A model whose arrays lie on one device; those that it has already are not copied."""
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        here = [shard.data for shard in leaf.addressable_shards if shard.device == device]
-        return here[0] if leaf.is_fully_replicated and here else jax.device_put(leaf, device)
-
-    return model.replace(trainable=jax.tree.map(own, model.trainable), frozen=jax.tree.map(own, model.frozen))
 
 
 #: What answers requests.

@@ -1,6 +1,7 @@
 """The mesh of a run: the sizes of its settings, with "auto" settled by the devices and by the model's memory."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jax import device_count, process_count
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
 from fastjax.execution.opening import OpenModel
+from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.parallel.checks import check_exchange, check_mesh
 from fastjax.runs.opening import within
@@ -20,12 +22,34 @@ def run_meshes(config: TrainConfig) -> tuple[MeshShape, ...]:
     return mesh_shapes(config.parallel, device_count(), process_count())
 
 
-def check_model(config: TrainConfig, opened: OpenModel, shapes: tuple[MeshShape, ...]) -> None:
+def suited_meshes(config: TrainConfig, model: LanguageModel, tell: Callable[[str], None]) -> tuple[MeshShape, ...]:
+    """`mesh_shapes` for the devices there are; one device, and why, where the settings ask for none and do not suit.
+
+    Args:
+        config: the run.
+        model: its model, in memory.
+        tell: takes the reason.
+
+    Raises:
+        ConfigError: sizes that the settings name and the model does not suit.
+    """
+    shapes = run_meshes(config)
+    try:
+        check_model(config, model, shapes)
+    except ConfigError as error:
+        if config.parallel != ParallelSection():
+            raise
+        tell(f"one of {device_count()} devices: {error}")
+        shapes = (MeshShape(),)
+    return shapes
+
+
+def check_model(config: TrainConfig, opened: OpenModel | LanguageModel, shapes: tuple[MeshShape, ...]) -> None:
     """Refuse meshes that a run's model does not suit.
 
     Args:
         config: the run.
-        opened: its model.
+        opened: its model, in memory or not.
         shapes: of the meshes.
 
     Raises:

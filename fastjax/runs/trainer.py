@@ -16,17 +16,19 @@ from fastjax.data.pipeline import open_data, timed_encoder
 from fastjax.data.settings import DataOptions, DataSource
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
-from fastjax.execution.language_model import check_model
+from fastjax.execution.language_model import check_model, on_device
 from fastjax.execution.options import Length, LoadOptions
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of, value_of
 from fastjax.language_model.variants import with_checkpointing, with_fake_quantization, with_start
 from fastjax.models.leaves import leaf_at
 from fastjax.options import describe, fits
-from fastjax.parallel import MeshShape
+from fastjax.parallel import place
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
 from fastjax.runs.encoded_rows import EncodedRows
+from fastjax.runs.mesh import open_mesh, suited_meshes
+from fastjax.runs.model import tell_model
 from fastjax.runs.result import finished
 from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
 from fastjax.runs.steps import Optimizer
@@ -36,6 +38,7 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    ParallelSection,
     PreferencesSection,
     TrainConfig,
     TrainingSection,
@@ -43,6 +46,7 @@ from fastjax.training.config import (
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Row, Sink
 from fastjax.training.observers import Startup
+from fastjax.training.placement import weight_shardings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,6 +61,7 @@ class _RunSettings:
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
     max_seq_length: int | None = None
 
 
@@ -69,12 +74,14 @@ class TrainerSettings(DataOptions, _RunSettings):
         training: length, batches, evaluation.
         optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
         preferences: learning from chosen and rejected answers.
+        parallel: the devices, by what they split; all of them where it names none.
         max_seq_length: tokens of a row, where these are fewer than the model's; None: as many.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sections = {"training": TrainingSection, "optimizer": OptimizerConfig, "preferences": PreferencesSection}
+        sections = {"training": TrainingSection, "optimizer": OptimizerConfig}
+        sections |= {"preferences": PreferencesSection, "parallel": ParallelSection}
         for name, section in sections.items():
             if not isinstance(value := getattr(self, name), section):
                 raise ConfigError(f"settings.{name}: expected a {section.__name__}, got {shown(value, 80)}")
@@ -105,10 +112,11 @@ Callback = Callable[[Event], None]
 
 
 class Trainer:
-    """Fine-tunes a model that is in memory, on one device.
+    """Fine-tunes a model that is in memory, on all devices of this process.
 
     The run is that of `fastjax train`: the same loop, checkpoints, `metrics.jsonl`, report and result in the output
-    folder. For several devices use `fastjax train`, which loads the weights in parts.
+    folder. The model has been loaded on one device, and is there again when the run has ended; `fastjax train` loads
+    the weights in parts.
 
     Attributes:
         model: the model as this trainer has it, trained after `train`.
@@ -116,6 +124,7 @@ class Trainer:
     """
 
     handle: ModelHandle
+    _placed: LanguageModel | None
 
     def __init__(
         self,
@@ -230,21 +239,22 @@ class Trainer:
         """
         if self.handle.value is not self._taken:
             self._take(self.handle.value)  # another trainer has trained it since
-        self._ended = False
+        self._ended, self._placed = False, None
         run = Run(self.config, self._console, resume or self.config.output.resume, **self._brought)
-        run.meshes, run.tokenizer, run.start = (MeshShape(),), self._tokenizer, self._start
+        run.meshes = suited_meshes(self.config, self.model.value, run.tell)
+        run.tokenizer, run.start = self._tokenizer, self._start
         run.model = with_start(self.model.value, self._start)
         if (aware := run.model.quantization_aware) is not None and self._settings.training.qat is None:
             run.tell(f"training.qat: null, and the model is trained for {aware.weights} already: it goes on so")
         try:
             inputs = (find_checkpoint, compare_settings, read_data, identify, compare_inputs)
-            result = perform(run, (claim, _refuse_finished, *inputs, _compile, train))
+            result = perform(run, (claim, _refuse_finished, *inputs, _compile, self._spread, train))
         except BaseException:  # also what a callback raises
-            if (reached := run.reached()) is not None:
-                self._keep(ModelHandle(with_start(reached, None)))
+            if (left := run.reached() or self._placed) is not None:
+                self._keep(left)
             raise
-        self._keep(result.model)
-        return result
+        self._keep(result.model.value)
+        return result._replace(model=self.model)
 
     def encoded(self, name: str) -> EncodedRows:
         """The rows of a data set as they are learnt, to look at.
@@ -260,7 +270,21 @@ class Trainer:
         opened = open_data(self._brought["given"].get(name) or data.sources(name), tokenizer, data)
         return EncodedRows(opened, lambda: timed_encoder(tokenizer, data, None)[0])
 
-    def _keep(self, model: ModelHandle) -> None:
+    def _spread(self, run: Run) -> None:
+        """Put the weights on the run's devices, also those of the handle: one device would hold them twice."""
+        if (mesh := open_mesh(run.step.mesh)) is None:
+            return
+        tell_model(run.model, run.console, run.step.mesh)
+        frozen = run.model.frozen
+        run.model = run.model.replace(frozen=place(frozen, weight_shardings(frozen, run.model.config, mesh)))
+        self._placed = with_start(run.model, None)
+        self._hold(ModelHandle(self._placed))
+
+    def _keep(self, model: LanguageModel) -> None:
+        """Hold a model that a run has left, on one device."""
+        self._hold(ModelHandle(on_device(with_start(model, None), jax.local_devices()[0])))
+
+    def _hold(self, model: ModelHandle) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
         self.handle.become(model)
         self.model, self._taken = model, self.handle.value
@@ -333,7 +357,14 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         **paths, **{field.name: getattr(settings, field.name) for field in dataclasses.fields(DataOptions)}
     )
     return TrainConfig(
-        section, data, output, lora, settings.optimizer, settings.training, preferences=settings.preferences
+        section,
+        data,
+        output,
+        lora,
+        settings.optimizer,
+        settings.training,
+        parallel=settings.parallel,
+        preferences=settings.preferences,
     )
 
 

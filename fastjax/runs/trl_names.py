@@ -10,7 +10,8 @@ RENAMED = {"evaluation_strategy": "eval_strategy", "max_seq_length": "max_length
 
 _GENERATE, _EVALUATE, _HUB = "model.generate", "Trainer's evaluate", "model.push_to_hub"
 _OPTIMIZER, _LOSS, _PREFERENCES = "Trainer(optimizer=…)", "Trainer(loss=…)", "PreferencesSection"
-_LOADING, _PARALLEL = "FastLanguageModel.from_pretrained", "fastjax train with parallel.fsdp"
+_LOADING = "FastLanguageModel.from_pretrained"
+_PARALLEL = "Trainer with TrainerSettings(parallel=ParallelSection(…))"
 _REFERENCE = "the model as training begins, with the adapter that it has by then, which is the reference"
 _SECTION = f"TrainerSettings(preferences={_PREFERENCES}(…)) for what losses there are"
 _DTYPE, _TOKENIZER = f"dtype of {_LOADING}", "a tokenizer that has it"

@@ -89,6 +89,8 @@ class OnMesh:
         # By the structure of the frozen weights, which splitting over tensor changes.
         self._places: dict[Any, Any] = {}
         self._known: ModelConfig | None = None
+        # The last frozen weights and what was made of them: those of a loop are the same in all of its steps.
+        self._frozen: tuple[Any, Any] = None, None
 
         def placed(state: Any, frozen: Any, batch: Batch) -> Any:
             places = self.shardings(state, frozen, batch)
@@ -107,8 +109,11 @@ class OnMesh:
         result.
         """
         check_rows(batch.tokens.shape[1], batch.tokens.shape[2], self._shape)
-        frozen = self._apart(state, frozen)
-        arguments = place((state, frozen, batch), self.shardings(state, frozen, batch))
+        given, placed = self._frozen
+        if frozen is not given:
+            placed = self._apart(state, frozen)
+        arguments = place((state, placed, batch), self.shardings(state, placed, batch))
+        self._frozen = frozen, arguments[1]
         with jax.set_mesh(self._mesh):
             return self.jitted(*arguments)
 

@@ -19,8 +19,11 @@ from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
 from fastjax.language_model import ModelHandle
+from fastjax.parallel import MeshShape
 from fastjax.runs import checkpointing
 from fastjax.runs.folder import RUN_FILES
+from fastjax.runs.mesh import suited_meshes
+from fastjax.training.config import ParallelSection, PreferencesSection
 from tests.support.runs import metrics
 from tests.support.runs import rows as rows_of
 
@@ -29,8 +32,8 @@ TRAINING = {"per_device_train_batch_size": 2, "max_steps": 4, "eval_steps": 2}
 OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 1}
 
 
-def rows(name="train", count=40):
-    lines = (ASSETS / "tiny-chat" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+def rows(name="train", count=40, folder="tiny-chat"):
+    lines = (ASSETS / folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[:count]]
 
 
@@ -61,8 +64,8 @@ def quiet():
     return Console(quiet=True)
 
 
-def test_it_is_the_run_of_the_command_line(model, tmp_path):
-    """Rows in memory and as a file give the same steps, bit for bit, and the same files."""
+def test_it_is_the_run_of_the_command_line(model, tmp_path, monkeypatch):
+    """Rows in memory and as a file give the same steps, bit for bit, and the same files; so do two devices, rounded."""
     for name, found in (("train", rows()), ("eval", rows("test", 8))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
     content = {
@@ -123,6 +126,68 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
     page = (tmp_path / "command" / "report.html").read_text(encoding="utf-8")
     assert page.count("before training</div>") == page.count("after training</div>") == 2
     assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
+    monkeypatch.setattr("fastjax.runs.trainer.suited_meshes", suited_meshes)
+    monkeypatch.setattr("fastjax.runs.mesh.device_count", lambda: 2)
+    own = settings(tmp_path / "two", per_device_train_batch_size=1)
+    trainer = Trainer(model, train_dataset=rows(), eval_dataset=rows("test", 8), settings=own, console=quiet())
+    assert_alike(trainer.train(), trainer, model, tmp_path / "two", tmp_path / "python")
+
+
+def assert_alike(result, trainer, model, folder, one):
+    """The figures of one device, by float32 sums in another order; the result is on one, and what was given whole."""
+    for found, expected in zip(told(metrics(folder)), told(metrics(one)), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert result.model is trainer.model
+    leaves = jax.tree.leaves((result.model.trainable, result.model.frozen))
+    assert {leaf.devices() == {jax.devices()[0]} for leaf in leaves} == {True}
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model.trainable, model.frozen)))
+
+
+@pytest.mark.exhaustive(by="test_it_is_the_run_of_the_command_line")
+@pytest.mark.parametrize("kind", ["data", "fsdp", "full", "dpo", "context"])
+def test_on_four_devices(kind, base, model, tmp_path, monkeypatch, capsys):
+    """Weights that are split, all of them trained, a reference that the adapter begins with, rows that are cut."""
+    if kind == "full":
+        model = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", 128, full_finetuning=True, load_in_4bit=False)[
+            0
+        ].value
+    elif kind == "dpo":  # an adapter that has learnt something is the reference
+        grown = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.01, leaf.dtype), model.trainable)
+        model = model.replace(trainable=grown)
+    shapes = {"fsdp": {"fsdp": 4}, "full": {"fsdp": 2}, "context": {"context": 2}}
+    monkeypatch.setattr("fastjax.runs.trainer.suited_meshes", suited_meshes)
+    made = []
+    for name, devices, section in (("one", 1, {}), ("four", 4, shapes.get(kind, {}))):
+        monkeypatch.setattr("fastjax.runs.mesh.device_count", lambda count=devices: count)
+        rows_each = 4 // (2 if section.get("context") else devices)
+        training = TrainingSection(**TRAINING | {"eval_steps": None, "per_device_train_batch_size": rows_each})
+        more = {"preferences": PreferencesSection(loss="dpo"), "packing": False} if kind == "dpo" else {}
+        sections = training, OptimizerConfig(**OPTIMIZER | {"adam_epsilon": 1e-3})
+        own = TrainerSettings(str(tmp_path / name), *sections, parallel=ParallelSection(**section), **more)
+        data = rows(folder="tiny-pairs") if kind == "dpo" else rows()
+        made.append(Trainer(model, train_dataset=data, settings=own, console=Console(width=200)))
+        result = made[-1].train()
+    assert_alike(result, made[-1], model, tmp_path / "four", tmp_path / "one")
+    shape = {"fsdp": "fsdp 4", "full": "data 2 × fsdp 2", "context": "data 2 × context 2"}.get(kind, "data 4")
+    assert f"on 4 × cpu ({shape}), " in capsys.readouterr().out
+
+
+def test_settings_that_one_device_serves_take_one(model, tmp_path, monkeypatch, capsys):
+    """And why is said; sizes that are asked for are refused."""
+    monkeypatch.setattr("fastjax.runs.mesh.device_count", lambda: 4)
+    output = OutputSection(str(tmp_path), sample_answers=1)
+    for parallel, said in (
+        (ParallelSection(), "one of 4 devices: output.sample_answers: expected 0 on 4"),
+        (ParallelSection(data=2), None),
+    ):
+        own = TrainerSettings(output, TrainingSection(max_steps=1), parallel=parallel)
+        config = Trainer(model, train_dataset=rows(), eval_dataset=rows("test", 8), settings=own).config
+        if said is None:
+            with pytest.raises(ConfigError, match=r"output\.sample_answers: expected 0 on 4 devices, got 1"):
+                suited_meshes(config, model, print)
+        else:
+            assert suited_meshes(config, model, print) == (MeshShape(),)
+            assert capsys.readouterr().out.startswith(said)
 
 
 def test_a_device_with_room_keeps_projections(model, tmp_path, monkeypatch):
