@@ -38,6 +38,8 @@ CHUNK, LEAST, ENTRIES = 8192, 32, 64
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Tokens of each row at most while further prompts are on their way in.
 _BETWEEN = 16
+#: Tokens between two questions of the device whether a call ends. A GPU waits for the answer.
+_TOGETHER = {"cpu": 1, "gpu": 4}
 #: A call ends early when this part of its rows have ended and others wait.
 _ENDED = 16
 
@@ -133,6 +135,8 @@ class Engine:
         self._ended: list[Piece] = []
         self._under_way = _UnderWay([], [], None)
         self._further: tuple[list[Choice], Decoded | None] = [], None  # begun before the step under way has ended
+        together = min(_TOGETHER.get(jax.default_backend(), 1), steps)
+        self._static = {"most": steps, "together": together}  # of `decode`
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -263,7 +267,7 @@ class Engine:
         ]
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
-            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), {"most": self.steps}))
+            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), self._static))
         decoder = self._decoder()
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # The call of an equal signature finds what was compiled.
@@ -403,7 +407,7 @@ class Engine:
         where[: len(choices)] = [one.row for one in choices]
         ends = max(1, len(choices) // _ENDED) if self._waiting else len(choices)
         least = np.int32(len(choices) - ends + 1)
-        self._state, decoded = self._call(decode, where, np.int32(steps), least, most=self.steps)
+        self._state, decoded = self._call(decode, where, np.int32(steps), least, **self._static)
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
