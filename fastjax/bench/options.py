@@ -16,7 +16,8 @@ def option(default: Any, help: str, **how: Any) -> Any:
     Args:
         default: its value; a tuple for an option with several values, False for a flag.
         help: what `--help` says; the default is added.
-        **how: further arguments of argparse's `add_argument`. The type of whole numbers is `positive` by itself.
+        **how: further arguments of argparse's `add_argument`. The type of whole numbers, by default or of the metavar N, is
+            `positive` by itself.
     """
     return dataclasses.field(default=default, metadata={"help": help, **how})
 
@@ -36,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
             how["action"] = "store_true"
         else:
             values = default if isinstance(default, tuple) else (default,)
-            if default and all(isinstance(value, int) for value in values):
+            if (default and all(isinstance(value, int) for value in values)) or how.get("metavar") == "N":
                 how = {"type": positive, "metavar": "N"} | how
             if isinstance(default, tuple):
                 how = {"nargs": "+"} | how

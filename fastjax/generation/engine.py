@@ -38,8 +38,6 @@ CHUNK, LEAST, ENTRIES = 8192, 32, 64
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Tokens of each row at most while further prompts are on their way in.
 _BETWEEN = 16
-#: Tokens between two questions of the device whether a call ends. A GPU waits for the answer.
-_TOGETHER = {"cpu": 1, "gpu": 4}
 #: A call ends early when this part of its rows have ended and others wait.
 _ENDED = 16
 
@@ -134,9 +132,6 @@ class Engine:
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
         self._under_way = _UnderWay([], [], None)
-        self._further: tuple[list[Choice], Decoded | None] = [], None  # begun before the step under way has ended
-        together = min(_TOGETHER.get(jax.default_backend(), 1), steps)
-        self._static = {"most": steps, "together": together}  # of `decode`
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -267,7 +262,7 @@ class Engine:
         ]
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
-            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), self._static))
+            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), {"most": self.steps}))
         decoder = self._decoder()
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # The call of an equal signature finds what was compiled.
@@ -291,9 +286,6 @@ class Engine:
     def step(self, steps: int | None = None) -> list[Piece]:
         """Take in prompts, up to `prefill_tokens`, and generate tokens of all rows.
 
-        Where no request waits, the device begins the tokens after these before it is known what these are: answers that
-        have ended get none, and a request or a value of the model that comes now is heard a step later.
-
         Args:
             steps: tokens of each answer at most, where fewer than the engine's are wanted sooner.
 
@@ -303,14 +295,13 @@ class Engine:
         Raises:
             ConfigError: in a mesh of several devices (`jax.set_mesh`).
         """
-        return [*self.begin(steps, further=True), *self.first(), *self.rest()]
+        return [*self.begin(steps), *self.first(), *self.rest()]
 
-    def begin(self, steps: int | None = None, *, further: bool = False) -> list[Piece]:
+    def begin(self, steps: int | None = None) -> list[Piece]:
         """Give the device a step to do, and do not wait for it; `first` and then `rest` do.
 
         Args:
             steps: as of `step`.
-            further: also the tokens after it, where no request waits.
 
         Returns:
             The ends of the answers that were cancelled.
@@ -325,19 +316,11 @@ class Engine:
         while self._entering and (not taken or taken + self._chunk <= most):
             first.append(self._prefilled())
             taken += first[-1][0].tokens
+        decoding = [one for one in self._going if one.options.max_new_tokens > 1]
         wanted = min(self.steps, steps or self.steps, _BETWEEN if self._entering else self.steps)
-        decoding, later = self._further
-        if all(one.row < 0 for one in decoding):
-            decoding, later = self._next(wanted, 0)
-        self._under_way, self._further = _UnderWay(first, decoding, later), ([], None)
-        if further and not self._waiting and not self._entering:
-            self._further = self._next(wanted, wanted)
+        later = self._decoded(decoding, wanted) if decoding else None
+        self._under_way = _UnderWay(first, decoding, later)
         return pieces
-
-    def _next(self, steps: int, come: int) -> tuple[list[Choice], Decoded | None]:
-        """Give the device up to `steps` tokens of each answer that goes on after those that came and `come` more."""
-        decoding = [one for one in self._going if one.options.max_new_tokens > max(one.answered, 1) + come]
-        return decoding, self._decoded(decoding, steps) if decoding else None
 
     def first(self) -> list[Piece]:
         """The first tokens of the answers whose prompts have come in with the step that was begun."""
@@ -407,7 +390,7 @@ class Engine:
         where[: len(choices)] = [one.row for one in choices]
         ends = max(1, len(choices) // _ENDED) if self._waiting else len(choices)
         least = np.int32(len(choices) - ends + 1)
-        self._state, decoded = self._call(decode, where, np.int32(steps), least, **self._static)
+        self._state, decoded = self._call(decode, where, np.int32(steps), least, most=self.steps)
         return decoded
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:

@@ -164,12 +164,12 @@ class Engines:
         Returns:
             What came.
         """
-        return [*self.begin(steps, further=True), *self.first(), *self.rest()]
+        return [*self.begin(steps), *self.first(), *self.rest()]
 
-    def begin(self, steps: int | None = None, *, further: bool = False) -> list[Piece]:
+    def begin(self, steps: int | None = None) -> list[Piece]:
         """Begin a step of every device that has something to do, as `Engine.begin`."""
         self._working = [place for place, engine in enumerate(self.engines) if engine.busy]
-        return self._of_each(lambda engine: engine.begin(steps, further=further))
+        return self._of_each(lambda engine: engine.begin(steps))
 
     def first(self) -> list[Piece]:
         """First tokens of the step that was begun, as `Engine.first`."""

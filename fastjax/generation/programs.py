@@ -118,7 +118,7 @@ def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -
     return state._replace(rows=_rows_set(rows, _answered(mine, picked.tokens), where)), picked
 
 
-@functools.partial(jax.jit, static_argnames=("most", "together"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("most",), donate_argnames=("state",))
 def decode(
     decoder: BoundDecoder,
     state: EngineState,
@@ -127,12 +127,8 @@ def decode(
     least: Int[Array, ""],
     *,
     most: int,
-    together: int = 1,
 ) -> tuple[EngineState, Decoded]:
     """Generate tokens of some rows, until so many have come or enough rows have ended.
-
-    On a GPU the host has to ask after each turn of a loop whether another one comes, while the device waits. So it asks
-    after `together` tokens; those that are one too many are computed and dropped.
 
     Args:
         decoder: the model.
@@ -141,7 +137,6 @@ def decode(
         steps: tokens of each row.
         least: rows, at least one; the call ends as soon as fewer of them go on.
         most: K, the most that `steps` may be.
-        together: tokens between two questions whether the call ends.
 
     Returns:
         The state and the tokens.
@@ -156,53 +151,35 @@ def decode(
         number, rows, *_ = carry
         return (number < steps) & (jnp.sum(rows.going) >= least)
 
-    def turn(carry: Any) -> Any:
-        one = functools.partial(_decoded_token, model, page, where, state.rows.going.shape[0])
-        return jax.lax.fori_loop(0, together, lambda _, carry: one(carry, going(carry)), carry)
+    def body(carry: Any) -> Any:
+        number, rows, layers, out = carry
+        lengths = jnp.where(rows.going, rows.lengths + 1, 0)
+        own = jnp.take_along_axis(rows.table, (rows.lengths // page)[:, None], axis=1)
+        slots = Slots(
+            tokens=rows.going[:, None].astype(jnp.int32),
+            rows=jnp.where(rows.going, where, state.rows.going.shape[0])[:, None],
+            positions=rows.lengths[:, None],
+            pages=jnp.where(rows.going[:, None], own, 0),
+            table=rows.table,
+            lengths=lengths,
+            layer=jnp.int32(0),
+        )
+        token, length, longest = (each[:, None] for each in (rows.token, rows.lengths, rows.longest))
+        hidden, layers = step(model, token, length, longest, slots, layers, adapters=rows.adapters[:, None])
+        logits = lm_logits(model.lm_head, hidden)[:, 0]
+        wanted = jax.tree.map(functools.partial(_where_going, rows.going), rows.sampling)
+        picked = pick(logits, wanted, rows.seen, rows.answered)
+        told = picked._replace(tokens=jnp.where(rows.going, picked.tokens, -1))
+        out = jax.tree.map(lambda all, one: all.at[number].set(one), out, Decoded(*told))
+        rows = rows._replace(lengths=jnp.where(rows.going, rows.lengths + 1, rows.lengths))
+        return number + 1, _answered(rows, picked.tokens), layers, out
 
     rows = _rows_at(state.rows, where)
     shapes = jax.eval_shape(pick, *_pick_shapes(model, rows, width))
     out = Decoded(*(jnp.full((most, *leaf.shape), -1, leaf.dtype) for leaf in shapes))
-    _, rows, layers, out = jax.lax.while_loop(going, turn, (jnp.int32(0), rows, layers, out))
+    carry = (jnp.int32(0), rows, layers, out)
+    _, rows, layers, out = jax.lax.while_loop(going, body, carry)
     return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out
-
-
-def _decoded_token(model: Decoder, page: int, where: Array, absent: int, carry: Any, goes: Bool[Array, ""]) -> Any:
-    """The loop of `decode` after one more token of each row, or as it is.
-
-    Args:
-        model: the decoder.
-        page: tokens of a page.
-        where: the rows.
-        absent: a number that is no row's.
-        carry: tokens so far, the rows, their layers' states, and the tokens with what is told of them.
-        goes: whether there is another token.
-    """
-    number, rows, layers, out = carry
-    before = rows.going
-    rows = rows._replace(going=before & goes)
-    lengths = jnp.where(rows.going, rows.lengths + 1, 0)
-    own = jnp.take_along_axis(rows.table, (rows.lengths // page)[:, None], axis=1)
-    slots = Slots(
-        tokens=rows.going[:, None].astype(jnp.int32),
-        rows=jnp.where(rows.going, where, absent)[:, None],
-        positions=rows.lengths[:, None],
-        pages=jnp.where(rows.going[:, None], own, 0),
-        table=rows.table,
-        lengths=lengths,
-        layer=jnp.int32(0),
-    )
-    token, length, longest = (each[:, None] for each in (rows.token, rows.lengths, rows.longest))
-    hidden, layers = step(model, token, length, longest, slots, layers, adapters=rows.adapters[:, None])
-    logits = lm_logits(model.lm_head, hidden)[:, 0]
-    wanted = jax.tree.map(functools.partial(_where_going, rows.going), rows.sampling)
-    picked = pick(logits, wanted, rows.seen, rows.answered)
-    told = Decoded(*picked._replace(tokens=jnp.where(rows.going, picked.tokens, -1)))
-    place = jnp.where(goes, number, out.tokens.shape[0])
-    out = jax.tree.map(lambda all, one: all.at[place].set(one, mode="drop"), out, told)
-    rows = rows._replace(lengths=jnp.where(rows.going, rows.lengths + 1, rows.lengths))
-    rows = _answered(rows, picked.tokens)
-    return number + goes.astype(jnp.int32), rows._replace(going=jnp.where(goes, rows.going, before)), layers, out
 
 
 def _where_going(going: Bool[Array, "W"], setting: Array) -> Array:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastjax.bench.options import DTYPES, option
 from fastjax.bench.presets import PRESETS, preset_config
-from fastjax.commands.arguments import positive
 from fastjax.errors import ConfigError
 from fastjax.execution.options import LoadOptions
 from fastjax.training.config.qat import NAMED
@@ -50,11 +49,11 @@ class StepCase:
     lengths: tuple[int, ...] | None = option(
         None, "rows packed of documents of these lengths: .npy, or a number a line", type=Path, metavar="FILE"
     )
-    layers: int | None = option(None, "the preset's first ones alone", type=positive, metavar="N")
+    layers: int | None = option(None, "the preset's first ones alone", metavar="N")
     offload_embedding: bool = option(False, "the table of embeddings in the host's memory")
     offload_layers: bool = option(False, "the frozen matrices of scanned layers there")
     offload_optimizer: bool = option(False, "AdamW's moments of matrices there")
-    mlp_chunk: int | None = option(None, "tokens that an MLP computes at a time", type=positive, metavar="N")
+    mlp_chunk: int | None = option(None, "tokens that an MLP computes at a time", metavar="N")
     mesh: "MeshShape | None" = several(None, "devices: one, or sizes of axes as in fsdp=2,tensor=2")
     compiler_options: tuple[str, ...] = several((), "XLA's options, NAME=VALUE,NAME=VALUE, or none")
     base_compute: str | None = option(None, "dtype of the frozen matrices' products", choices=("float8",))

@@ -66,12 +66,8 @@ def tokens_of(pieces):
     return [token for piece in pieces for token in piece.tokens]
 
 
-def test_rows_that_come_and_go_answer_as_alone(monkeypatch):
-    """With an adapter over 4-bit weights, three rows for six prompts, a small cache, and prompts of several pieces.
-
-    Every second token is one too many for a call of three.
-    """
-    monkeypatch.setitem(engine_module._TOGETHER, "cpu", 2)
+def test_rows_that_come_and_go_answer_as_alone():
+    """With an adapter over 4-bit weights, three rows for six prompts, a small cache, and prompts of several pieces."""
     rng = np.random.default_rng(3)
     engine = Engine(model(adapter=True), rows=3, tokens=13 * 16, steps=3)
     requests = [(prompt, GenerationOptions(max_new_tokens=int(rng.integers(1, 24)))) for prompt in prompts() * 2]

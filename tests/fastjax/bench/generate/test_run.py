@@ -69,6 +69,8 @@ def test_settings_that_do_not_fit(capsys):
     assert "--new: expected fewer than --context 12, got 12" in capsys.readouterr().err
     assert main(["bench", "generate", *SIZE, "--answers", "9", "2"]) == 2
     assert "--answers: expected the fewest tokens first, got 9 2" in capsys.readouterr().err
+    assert main(["bench", "generate", "--preset", "tiny", "--layers", "99"]) == 2
+    assert "--layers: expected at most the 2 of tiny, got 99" in capsys.readouterr().err
 
 
 def test_a_case_without_a_figure(monkeypatch, capsys):
