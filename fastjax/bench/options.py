@@ -16,8 +16,8 @@ def option(default: Any, help: str, **how: Any) -> Any:
     Args:
         default: its value; a tuple for an option with several values, False for a flag.
         help: what `--help` says; the default is added.
-        **how: further arguments of argparse's `add_argument`. The type of whole numbers, by default or of the metavar N, is
-            `positive` by itself.
+        **how: further arguments of argparse's `add_argument`. The type of whole numbers, of which the default is one or
+            the metavar N, is `positive` by itself.
     """
     return dataclasses.field(default=default, metadata={"help": help, **how})
 
