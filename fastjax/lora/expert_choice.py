@@ -18,6 +18,8 @@ def choose_experts(
         logits: of all experts, float32.
         choice_bias: added to the scores for the choice alone; frozen.
     """
+    if few_experts.why_not_route(logits, settings) is not None:
+        return route(logits, settings, choice_bias), None
     return _unit(settings, logits, choice_bias)
 
 
@@ -27,9 +29,7 @@ def _forward(settings: RouterSettings, logits, choice_bias):
         return routing.weights, routing.experts
 
     weights, pullback, experts = jax.vjp(weights_of, logits, has_aux=True)
-    # A result has one structure, differentiated or not.
-    served = few_experts.why_not_route(logits, settings) is None
-    items = few_experts.items_of(experts, logits.shape[1]) if served else None
+    items = few_experts.items_of(experts, logits.shape[1])  # a result has one structure, differentiated or not
     return (Routing(weights, experts, logits), items), pullback
 
 
@@ -39,8 +39,6 @@ def _backward(settings: RouterSettings, pullback, gradients):
 
 
 def _few(settings: RouterSettings, logits, choice_bias):
-    if few_experts.why_not_route(logits, settings) is not None:
-        return None
     weights, experts, items = few_experts.route(logits, settings, choice_bias)
     return Routing(weights, experts, logits), items
 

@@ -77,12 +77,12 @@ def model(request, tmp_path_factory):
 def test_one_tensor_at_a_time_is_gathered_and_the_first_process_alone_keeps_it(model, monkeypatch, tmp_path):
     stacks = [leaf for leaf in jax.tree.leaves(model.trainable["layers"]) if leaf.ndim == 3]
     assert stacks and not any(leaf.is_fully_replicated for leaf in stacks)
-    model.save_pretrained(tmp_path / "alone")
-    expected = contents(tmp_path / "alone")
+    model.save_pretrained(tmp_path / "alone" / "saved")
+    expected = contents(tmp_path / "alone" / "saved")
     found = Gathers(monkeypatch)
-    model.save_pretrained(tmp_path / "first")
-    assert contents(tmp_path / "first") == expected
-    (file,) = (tmp_path / "first").glob("*.safetensors")
+    model.save_pretrained(tmp_path / "first" / "saved")
+    assert contents(tmp_path / "first" / "saved") == expected
+    (file,) = (tmp_path / "first" / "saved").glob("*.safetensors")
     tensors = {info.shape for info in read_header(file).values()}
     assert found.whole and {*found.whole, *found.hosted} <= tensors and len(found.hosted) == len(read_header(file))
 
