@@ -54,5 +54,7 @@ def test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both(tmp_path):
     tokens = [row["num_tokens"] for row in rows(output) if "num_tokens" in row]
     assert min(tokens) > 2 * 48  # of the rows of both
     sections["parallel"] = ONE_DEVICE
-    assert export_checkpoint(config(**sections), tmp_path / "exported", console=Console(quiet=True)) == STEPS
-    assert contents(output / "model") == contents(tmp_path / "exported")
+    assert export_checkpoint(config(**sections), tmp_path / "exported" / "model", console=Console(quiet=True)) == STEPS
+    found, exported = contents(output / "model"), contents(tmp_path / "exported" / "model")
+    assert b"fsdp: 2" in found.pop("README.md") and b"fsdp: 1" in exported.pop("README.md")  # the settings of each
+    assert found == exported

@@ -119,8 +119,9 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
         ("train: {}\n", "{file}:1: train: unknown; did you mean training? `fastjax train --help` lists all settings"),
         ("model: llama\n", "{file}:1: model: expected a section with the keys model_name, max_seq_length, dtype, "
-         "param_dtype, float32_modules, load_in_4bit, base_compute, full_finetuning, new_tokens, rope_scaling, "
-         "use_gradient_checkpointing, offload_embedding, offload_layers, mlp_chunk, allow_nonfinite, layer_loop, "
+         "param_dtype, float32_modules, load_in_4bit, base_compute, full_finetuning, unfrozen_parameters, new_tokens, "
+         "special_tokens_map, rope_scaling, use_gradient_checkpointing, offload_embedding, offload_layers, mlp_chunk, "
+         "allow_nonfinite, layer_loop, "
          "got 'llama'"),
         (NEEDED + "training: {num_epochs: 1}\n", "{file}:4: training.num_epochs: unknown; did you mean "
          "training.num_train_epochs? `fastjax train --help` lists all settings"),
@@ -289,7 +290,7 @@ def test_broken_lists_on_the_command_line(write, option, value, message, apart):
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("data.train", "[{path: a, nme: b}]", "[0].nme: unknown; expected one of path, name, split, weight, streaming"),
+        ("data.train", "[{path: a, nme: b}]", "[0].nme: unknown; expected one of path, name, data_files, split"),
         (
             "data.train",
             "[a, {path: b, weight: much}]",
