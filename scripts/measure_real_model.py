@@ -236,11 +236,10 @@ def answer_with_fastjax(model: str, adapter: str, prompts: str, new: int, others
 def answer_with_peft(model: str, adapter: str, prompts: str, new: int, file: str) -> None:
     """By the report's code for a run in float32."""
     from convert.files import read_json
-    from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
+    from fastjax.training.config import ModelSection
     from fastjax.training.report import usage
 
-    config = TrainConfig(ModelSection(model), DataSection("-"), OutputSection("-"))
-    lines = usage(config, Path(adapter), read_json(Path(model) / "config.json"), "float32").python
+    lines = usage(ModelSection(model), Path(adapter), read_json(Path(model) / "config.json"), "float32").python
     print(lines, file=sys.stderr)
     names: dict[str, Any] = {}
     exec(lines, names)

@@ -122,7 +122,7 @@ def add_tokens(
     return [known[text] for text in texts]
 
 
-def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Mapping[str, str]) -> None:
+def set_special_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: Mapping[Any, str]) -> None:
     """Give a tokenizer's special tokens their roles.
 
     Args:

@@ -118,7 +118,7 @@ def open_folder(source: Source, options: LoadOptions, *, weights: bool = True, t
         loaded = load_tokenizer(folder)
         known = min(vocabulary_size(loaded), config.vocab_size)
         new_ids = add_tokens(loaded, new_tokens, config.vocab_size) if new_tokens else []
-        set_special_tokens(loaded, options.special_tokens_map or {})
+        set_special_tokens(loaded, {**(options.special_tokens_map or {})})
         if new_ids:
             rows = max(config.vocab_size, vocabulary_size(loaded))
             config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
