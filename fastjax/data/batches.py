@@ -146,7 +146,7 @@ class Batches(NamedTuple):
         return self.row_lengths or (self.rows.row_length,)
 
     def shortened(self, steps: int, multiple: int = 1, before: tuple[int, ...] = ()) -> "Batches":
-        """The same batches without the padding behind their longest rows, in a few lengths that suit the run.
+        """These batches without the padding behind their longest rows, in a few lengths that suit the run.
 
         Args:
             steps: Steps of the run.

@@ -344,7 +344,7 @@ class TRLTrainer:
 
     @property
     def control(self) -> TrainerControl:
-        """What the callbacks ask for."""
+        """The control that callbacks set."""
         return self._progress.control
 
     @property

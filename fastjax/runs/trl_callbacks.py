@@ -53,7 +53,7 @@ class TrainerState:
 
 @dataclasses.dataclass
 class TrainerControl:
-    """What a callback asks for, by transformers' names; `should_training_stop` alone is served.
+    """Requests of a callback by transformers' names; `should_training_stop` alone is served.
 
     Attributes:
         should_training_stop: the run ends with the step that is under way.
