@@ -2,14 +2,14 @@
 # container toolkit:
 #
 #   docker build -t fastjax .
-#   docker run --rm --gpus all -v "$PWD":/work fastjax train --config my.yaml
-#   docker run --rm --gpus all -v "$PWD":/work -p 8000:8000 -e FASTJAX_API_KEY \
+#   docker run --rm --gpus all -v "$PWD":/models fastjax train --config my.yaml
+#   docker run --rm --gpus all -v "$PWD":/models -p 8000:8000 -e FASTJAX_API_KEY \
 #     fastjax serve --model runs/my/model --host 0.0.0.0
 FROM python:3.12-slim-trixie
 
 ENV PYTHONUNBUFFERED=1 \
-    HF_HOME=/work/.cache/huggingface \
-    XDG_CACHE_HOME=/work/.cache
+    HF_HOME=/models/.cache/huggingface \
+    XDG_CACHE_HOME=/models/.cache
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
@@ -20,9 +20,9 @@ COPY pallas_kernels pallas_kernels
 RUN pip install --no-cache-dir ".[cuda,gguf,serve,tracking]" \
     && rm -rf /src/* \
     && useradd --create-home --uid 1000 fastjax \
-    && install -d -o fastjax /work
+    && install -d -o fastjax /models
 
 USER 1000
-WORKDIR /work
+WORKDIR /models
 ENTRYPOINT ["fastjax"]
 CMD ["--help"]

@@ -75,9 +75,9 @@ class SFTTrainer(TRLTrainer):
 
         Args:
             model: as of `TRLTrainer`.
-            args: likewise.
-            train_dataset: likewise.
-            eval_dataset: likewise.
+            args: as of `TRLTrainer`.
+            train_dataset: as of `TRLTrainer`.
+            eval_dataset: as of `TRLTrainer`.
             formatting_func: makes a row's text; or, of columns that are lists, as of a batch, a list of texts.
             named: further arguments of `TRLTrainer`.
         """
@@ -141,7 +141,7 @@ def train_on_responses_only(
     Args:
         trainer: of conversations, prompts with completions, or texts.
         instruction_part: the text that begins an instruction, in rows of text; None: that of the chat template.
-        response_part: the text that begins a response, likewise.
+        response_part: the text that begins a response; None as there.
         force_match: the parts are found as they are written.
         others: further arguments of Unsloth's; none is needed, and none is served but num_proc.
 

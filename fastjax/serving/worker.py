@@ -86,7 +86,7 @@ class Ticket:
         self.submitted = time.perf_counter()
         self.first: float | None = None  # the time of the first token, in the worker's thread
         self.numbers: list[int] = []  # of the engine's requests, in the worker's thread
-        self.stopped: set[tuple[int, int]] = set()  # prompt and choice of answers that a stop string ended, likewise
+        self.stopped: set[tuple[int, int]] = set()  # prompt and choice of answers that a stop string ended
         self._worker = worker
         self.loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] = self.loop.create_future()

@@ -15,10 +15,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.few_experts.adapter import Adapter
 from pallas_kernels.few_experts.tile import iota, over
+from pallas_kernels.few_rows.product import ROWS, product
 from pallas_kernels.glu import ACTIVATIONS, clamped_swiglu
 from pallas_kernels.tiles import padded_rank, width
 
-_ROWS = 16
 _COLUMNS = 128
 """Features of a program; half as many of A where rows are few."""
 _AT_ONCE = 8192
@@ -46,7 +46,7 @@ def _rank_products(x_ref, a_ref, table_ref, count_ref, addends_ref, *, columns: 
         cols = share * columns + iota(columns)
         lora_A = _load_A(a_ref, item.expert, iota(addends_ref.shape[2]), cols)
         x = item.load(x_ref, cols, shared=shared)
-        item.store(addends_ref, iota(addends_ref.shape[2]), _product(x, lora_A.astype(x.dtype)), share)
+        item.store(addends_ref, iota(addends_ref.shape[2]), product(x, lora_A.astype(x.dtype)), share)
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "clamp", "interpret"))
@@ -107,7 +107,7 @@ def _gate(
         products = None if ranks is None else item.sum(products_ref, ranks).astype(dtype)
         for half, (place, lora_B) in enumerate(zip(places, matrices, strict=True)):
             if products is not None and lora_B is not None:
-                halves[half] += _product(products, (lora_B.astype(jnp.float32) * scaling).astype(dtype))
+                halves[half] += product(products, (lora_B.astype(jnp.float32) * scaling).astype(dtype))
             if bias_ref is not None:
                 expert = jnp.full(place.shape, item.expert, jnp.int32)
                 halves[half] += pltriton.load(bias_ref.at[expert, place]).astype(jnp.float32)[None, :]
@@ -118,7 +118,7 @@ def _gate(
         h = h.astype(dtype)
         item.store(h_ref, cols, h)
         if addends_ref is not None and lora_A is not None:
-            item.store(addends_ref, iota(addends_ref.shape[2]), _product(h, lora_A.astype(dtype)), share)
+            item.store(addends_ref, iota(addends_ref.shape[2]), product(h, lora_A.astype(dtype)), share)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -182,7 +182,7 @@ class _Item(NamedTuple):
     @classmethod
     def of(cls, table_ref) -> "_Item":
         number, slots = pl.program_id(1), table_ref.shape[1] - 1
-        tile = next(size for size in (1, 2, 4, _ROWS) if slots <= size)
+        tile = next(size for size in (1, 2, 4, ROWS) if slots <= size)
         place = iota(tile)
         index = jnp.full(place.shape, number, jnp.int32), 1 + place
         pairs = pltriton.load(table_ref.at[index], mask=place < slots, other=-1)
@@ -246,13 +246,3 @@ def _inside(ref, index: tuple[Array, ...], axis: int) -> Array:
     if rank != padded_rank(rank):
         mask = index[axis] < rank
     return pltriton.load(ref.at[index], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
-
-
-def _product(x: Array, matrix: Array) -> Array:
-    """The product x·Mᵀ, float32."""
-    if x.shape[0] == _ROWS:
-        if matrix.shape[0] > _ROWS:  # the warps lie along the first axis
-            return pltriton.dot(matrix, x, trans_b=True).T
-        return pltriton.dot(x, matrix, trans_b=True)
-    x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
-    return jnp.sum(x[:, None, :] * matrix[None, :, :], axis=2)

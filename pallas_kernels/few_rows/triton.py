@@ -16,10 +16,10 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels.few_rows.adapters import Adapters
+from pallas_kernels.few_rows.product import ROWS, product
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import width
 
-_ROWS = 16
 _A_COLUMNS, _B_COLUMNS, _GATE_COLUMNS = 64, 64, 128
 """Features of a program that multiplies with A, with B, and of a gated block. Of more rows twice as many but for B."""
 _AT_ONCE = 4096
@@ -41,7 +41,7 @@ def normed_products(
 ) -> tuple[Array | None, Array]:
     """The normalised rows, None without a weight, and addends of the rank products."""
     (rows, features), described = x.shape, _Described.of(adapters)
-    columns = width(features, _A_COLUMNS * (1 if rows < _ROWS // 2 else 2))
+    columns = width(features, _A_COLUMNS * (1 if rows < ROWS // 2 else 2))
     numbers = range(len(described.parts))
     groups = [[number] for number in numbers] if described.slot >= _APART else [[*numbers]]
     return _call(
@@ -73,7 +73,7 @@ def _normed_products(
     (program, count), rows, features = (pl.program_id(0), len(groups)), _rows_of(x_ref.shape[0]), x_ref.shape[1]
     share, own = jax.lax.div(program, count), jax.lax.rem(program, count)
     cols = share * columns + jax.lax.iota(jnp.int32, columns)
-    early = len(rows) < _ROWS and count == 1  # else the registers are full
+    early = len(rows) < ROWS and count == 1  # else the registers are full
     matrices = [_load_A(a_ref, cols, adapters.slot) for a_ref in a_refs] if early else None
     x = _load(x_ref, rows, cols)
     if weight_ref is not None:
@@ -206,7 +206,7 @@ def gate(
 ) -> tuple[Array, Array | None]:
     """The gated product, and addends of its rank products."""
     rows, features = base.shape[1], base.shape[2] // 2
-    columns, addends = width(features, _GATE_COLUMNS * (1 if rows < _ROWS // 2 else 2)), None
+    columns, addends = width(features, _GATE_COLUMNS * (1 if rows < ROWS // 2 else 2)), None
     if down.rank:
         addends = jax.ShapeDtypeStruct((features // columns, rows, down.kept), jnp.float32)
     described, behind = _Described.of(adapters), _Described.of(down)
@@ -266,8 +266,8 @@ def _call(kernel, results: Any, grid: tuple[int, int], name: str, interpret: boo
     return pl.pallas_call(
         kernel,
         out_shape=results,
-        grid=(programs, pl.cdiv(rows, _ROWS)),
-        compiler_params=pltriton.CompilerParams(num_warps=4 if rows < _ROWS // 2 else 8, num_stages=1),
+        grid=(programs, pl.cdiv(rows, ROWS)),
+        compiler_params=pltriton.CompilerParams(num_warps=4 if rows < ROWS // 2 else 8, num_stages=1),
         interpret=interpret,
         name=name,
     )
@@ -275,8 +275,8 @@ def _call(kernel, results: Any, grid: tuple[int, int], name: str, interpret: boo
 
 def _rows_of(count: int) -> Array:
     """The program's rows of `count`, some behind the last."""
-    tile = next(size for size in (1, 2, 4, _ROWS) if count <= size or size == _ROWS)
-    return pl.program_id(1) * _ROWS + jax.lax.iota(jnp.int32, tile)
+    tile = next(size for size in (1, 2, 4, ROWS) if count <= size or size == ROWS)
+    return pl.program_id(1) * ROWS + jax.lax.iota(jnp.int32, tile)
 
 
 def _where(ref, rows: Array, cols: Array, leading: Any = None) -> tuple[tuple[Array, ...], Array | None]:
@@ -290,7 +290,7 @@ def _where(ref, rows: Array, cols: Array, leading: Any = None) -> tuple[tuple[Ar
     """
     shape, count = rows.shape + cols.shape, ref.shape[-2]
     index = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(cols[None, :], shape)
-    mask = None if len(rows) == count < _ROWS else index[0] < count
+    mask = None if len(rows) == count < ROWS else index[0] < count
     return index if leading is None else (jnp.full(shape, leading, jnp.int32), *index), mask
 
 
@@ -362,7 +362,7 @@ def _through(products: Array | None, lora_B: Array | None, adapters: _Described,
     """A part's rank products times its s·B, which is rounded to the dtype of the computation, float32."""
     if products is None or lora_B is None:
         return 0.0
-    return _product(products, (lora_B.astype(jnp.float32) * adapters.scalings[part]).astype(dtype))
+    return product(products, (lora_B.astype(jnp.float32) * adapters.scalings[part]).astype(dtype))
 
 
 def _store_products(
@@ -373,7 +373,7 @@ def _store_products(
     if lora_A is None:
         products = jnp.zeros((len(rows), adapters.kept), jnp.float32)
     else:
-        products = _product(x, lora_A.astype(x.dtype))
+        products = product(x, lora_A.astype(x.dtype))
         if adapters.kept < adapters.slot:
             products = jnp.sum(_chosen(chosen_ref, rows, products).reshape(shape), axis=1)
     _store(addends_ref, rows, part * adapters.kept + jax.lax.iota(jnp.int32, adapters.kept), products, share)
@@ -387,16 +387,6 @@ def _thin(ref, first: Array, second: Array, axis: int) -> Array:
     if rank == shape[axis]:
         return pltriton.load(ref.at[index])
     return pltriton.load(ref.at[index], mask=index[axis] < rank, other=jnp.zeros((), ref.dtype))
-
-
-def _product(x: Array, matrix: Array) -> Array:
-    """The product x·Mᵀ, float32."""
-    if x.shape[0] == _ROWS:
-        if matrix.shape[0] > _ROWS:  # the warps lie along the first axis
-            return pltriton.dot(matrix, x, trans_b=True).T
-        return pltriton.dot(x, matrix, trans_b=True)
-    x, matrix = x.astype(jnp.float32), matrix.astype(jnp.float32)
-    return jnp.sum(x[:, None, :] * matrix[None, :, :], axis=2)
 
 
 def _of_part(counts: tuple[int, ...], place: Any, call: Callable[[int, int], None]) -> None:

@@ -57,7 +57,7 @@ def test_rows_in_memory(write_rows, make_tokenizer):
 
 @pytest.mark.parametrize("preferences", [None, ("paired", None)])
 def test_an_example_that_an_earlier_one_equals_is_left_out(write_rows, make_tokenizer, preferences):
-    """Of any data set, by what it says and not by where it stands; token ids however many they are."""
+    """In any data set, by what a row says and not by where it stands; token ids however many they are."""
     rows = [{"prompt": "the", "chosen": " user", "rejected": end} for end in (" a", " b", " a")]
     if preferences is None:
         rows = [{"text": "a"}, {"text": "b"}, {"text": "a"}, *({"input_ids": [*[5] * 1200, n]} for n in (6, 7, 6))]

@@ -10,6 +10,7 @@ import pytest
 from fastjax.errors import ConfigError
 from fastjax.generation import engine as engine_module
 from fastjax.generation import face, text
+from fastjax.generation.bound import BoundDecoder
 from fastjax.generation.engine import Engine
 from fastjax.generation.engines import Engines
 from fastjax.generation.options import GenerationOptions
@@ -68,6 +69,20 @@ def whole_passes(model, prompt, answer, width=128):
     padded[0, :count] = [*prompt, *answer]
     logits = tiny.logits(model, padded, segment_ids=(np.arange(width)[None] < count).astype(np.int32))
     return jax.nn.log_softmax(logits[0, len(prompt) - 1 : count - 1], axis=-1)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_32_bits_are_rounded_once_as_their_products_round_them(dora):
+    """Logits in bfloat16 to the bit, by a factor that is no power of two; DoRA's stay as they are."""
+    model = tiny.model(tiny.shared_folder(**UNITED), tiny.config(**UNITED), dtype="bfloat16").value
+    model = tiny.adapted(model, seed=1, r=4, lora_alpha=12.4, use_dora=dora)
+    bound = BoundDecoder.of(model)
+    trainable, frozen = bound.trees
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(trainable)}
+    assert dtypes == {"float32" if dora else "bfloat16"}
+    rounded = model.replace(graphdef=bound.graphdef, trainable=trainable, frozen=frozen)
+    tokens = np.asarray([prompts()[0]], np.int32)
+    np.testing.assert_array_equal(tiny.logits(rounded, tokens), tiny.logits(model, tokens))
 
 
 def check(engine, models, requests):

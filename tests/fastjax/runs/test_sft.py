@@ -89,7 +89,7 @@ def test_what_is_saved_by_their_methods(loaded, tmp_path):
 
 
 def test_answers_alone_of_rows_of_text(loaded, tmp_path):
-    """As of the same rows as conversations; a part that no row has is refused."""
+    """Texts are learnt as their conversations are; a part that no row has is refused."""
     model, tokenizer = loaded
     texts = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in rows(8)]
     parts = {

@@ -96,7 +96,7 @@ def test_the_last_token_allowed_ends_an_answer_or_cuts_it(server):
 
 @pytest.fixture
 def compiled(caplog):
-    """What is compiled meanwhile, in any thread."""
+    """Programs that are compiled meanwhile, in any thread."""
     before = jax.config.jax_log_compiles
     jax.config.update("jax_log_compiles", True)
     with caplog.at_level(logging.WARNING, logger="jax"):

@@ -161,7 +161,7 @@ def test_route_on_the_card(tokens, num_experts, settings):
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32, 64])
 @pytest.mark.parametrize("rank, biased", [(16, False), (5, True), (128, False)])
 def test_on_the_card(tokens, rank, biased):
-    """As interpreted, up to the order of sums; of the experts of Qwen3-30B-A3B, one of whom is chosen often."""
+    """Compiled and interpreted agree up to the order of sums, of Qwen3-30B-A3B, one expert of it chosen often."""
     case = Case(tokens, 8, 128, 2048, 768, rank, biased)
     jax.block_until_ready(jnp.full((64, 1024, 1024), jnp.nan))
     run = functools.partial(case.run, clamp=CLAMP if biased else None)

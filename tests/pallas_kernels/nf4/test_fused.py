@@ -51,6 +51,18 @@ def test_matvec(rows, shape, dtype, sizes, cores):
     assert_close(jnp.sum(addends, axis=0).astype(dtype), expected, dtype, TABLE[dtype])
 
 
+def test_large_tiles_leave_few_multiprocessors_idle_and_fit_shared_memory():
+    """Of 9 rows and more, as measured (docs/lab/nf4.md); a Hopper thread block has 227 KiB, the table takes 64."""
+    shapes = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
+    sizes = [config.matvec_config(32, shape, 132) for shape in shapes]
+    assert [(each.tiles, each.splits) for each in sizes] == [(3, 2), (4, 4), (7, 1), (4, 4)]
+    for rows in range(9, 33):
+        for shape in (*shapes, (128, 256), (192, 2048), (1536, 2048)):
+            each = config.matvec_config(rows, shape, 132)
+            assert each.rows <= shape[0]
+            assert each.stages * each.stage(rows) + each.sums(rows) + 64 * 1024 <= 226 * 1024
+
+
 @pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
 @pytest.mark.exhaustive("tiles cut in two", "odd steps, a tile moved back", "gradient, tiles cut")
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_refusals_say_why(dtype, shape, order, reason):
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("shape", [*QWEN, (704, 1536), (192, 512), (128, 2816)])
 def test_on_the_card(shape, tokens):
-    """Of tokens with eight experts each, one of them chosen often; x shared by a token's rows, and their own."""
+    """Tokens have eight experts each, one of them chosen often; x shared by a token's rows, and their own."""
     if reason := nf4.why_not_items(jnp.bfloat16, shape, "split", True):
         pytest.skip(reason)
     rng, rows, experts = np.random.default_rng(), 8 * tokens, 40

@@ -137,7 +137,7 @@ def test_fused_products_decode_to_the_bit(named, rows, gradient, shape):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 11, 32])
-@pytest.mark.parametrize("shape", [(704, 1536), (6144, 4096), (192, 2048)])
+@pytest.mark.parametrize("shape", [(704, 1536), (6144, 4096), (28672, 4096), (192, 2048)])
 def test_few_rows_round_the_values_and_the_result_alone(rows, shape):
     """Rows with a single 1 pick out weights, to the bit: rounded values of NF4, exact scales, one rounding more."""
     if "fused" not in implementations_of_product(rows, shape, False):
