@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.runs import Process, World, contents, figures
+from tests.support.runs import Process, World, figures, result
 
 #: Enough for a checkpoint between two kills.
 STEPS_A_KILL = 30
@@ -75,7 +75,7 @@ def finish(world: World, whole: Path, output: Path, landed: Sequence[Kill]) -> N
     last = world.start(output)
     assert last.status() == 0, last.output
     assert _unfinished(output) == ("", ""), f"unfinished at the end: {_unfinished(output)}; {landed}"
-    assert contents(output / "adapter") == contents(whole / "adapter"), f"another adapter; {landed}"
+    assert result(output / "adapter") == result(whole / "adapter"), f"another adapter; {landed}"
     assert figures(output) == figures(whole), f"other figures; {landed}"
 
 

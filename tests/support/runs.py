@@ -77,6 +77,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def result(folder: Path) -> dict[str, bytes]:
+    """Every file of a run's result but its model card, which tells how fast the run was."""
+    found = contents(folder)
+    del found["README.md"]
+    return found
+
+
 class World(NamedTuple):
     """The shared files of a test's processes.
 

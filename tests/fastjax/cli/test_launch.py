@@ -13,7 +13,7 @@ import yaml
 
 from fastjax.cli import main
 from tests.support import chat
-from tests.support.runs import Process, assert_gone, contents, figures, rows
+from tests.support.runs import Process, assert_gone, figures, result, rows
 
 #: Enough for a kill and a signal in between.
 STEPS = 60
@@ -208,7 +208,7 @@ def finish(start, output, whole):
     assert last.status() == 0, last.output
     assert "going on after step" in last.output
     assert figures(output) == figures(whole)
-    assert contents(output / "model") == contents(whole / "model")
+    assert result(output / "model") == result(whole / "model")
 
 
 @contextlib.contextmanager

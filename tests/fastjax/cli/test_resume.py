@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.support.kills import STEPS_A_KILL, finish, kill, survive
-from tests.support.runs import World, contents, events, figures, rows
+from tests.support.runs import World, events, figures, result, rows
 
 KILLS = 5
 
@@ -83,5 +83,5 @@ def test_terminated_interrupted_and_ended_at_once(world, whole, tmp_path):
     assert events(output)[-1].startswith(f"going on after step {step}, from ")
     process = world.start(output)
     assert process.status() == 0, process.output
-    assert contents(output / "adapter") == contents(whole / "adapter")
+    assert result(output / "adapter") == result(whole / "adapter")
     assert figures(output) == figures(whole)
