@@ -10,6 +10,7 @@ from pallas_kernels import (
     attention,
     cross_entropy,
     float8,
+    gated_delta,
     glu,
     grouped_matmul,
     low_rank,
@@ -17,6 +18,7 @@ from pallas_kernels import (
     nf4,
     rms_norm,
     rope,
+    short_conv,
     split_rope,
 )
 from pallas_kernels.glu import lora as glu_lora
@@ -129,6 +131,20 @@ def cases() -> dict[str, Case]:
             lambda x, weight, eps: rms_norm.rms_norm_in_stream(x, weight, eps=eps), (0,), (0, 1), (x, f(4), f() ** 2)
         ),
         "rope.rope": Case(rope.rope, (0, 1, 2), (0,), (f(ROWS, 4, 2, 4), *tables)),
+        "gated_delta.gated_delta": Case(
+            lambda q, k, v, decay, beta, ids: gated_delta.gated_delta(
+                q, k, v, -(decay**2), beta, scale=0.5, segment_ids=ids
+            ),
+            (0, 1, 2, 3, 4, 5),
+            (0, 1, 2, 3, 4),
+            (f(ROWS, 4, 1, 4), f(ROWS, 4, 1, 4), f(ROWS, 4, 2, 8), f(ROWS, 4, 2), f(ROWS, 4, 2), ids),
+        ),
+        "short_conv.short_conv": Case(
+            lambda x, weight, ids: short_conv.short_conv(x, weight, segment_ids=ids),
+            (0, 2),
+            (0, 1),
+            (f(ROWS, 4, 4), f(4, 3), ids),
+        ),
         "split_rope.split_rope": Case(
             partial(split_rope.split_rope, heads=2, key_heads=1), (0, 1, 2), (0,), (f(ROWS, 4, 16), *tables)
         ),

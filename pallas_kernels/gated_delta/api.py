@@ -1,0 +1,116 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464): the public function.
+
+The implementations, in order of preference:
+
+- ``xla``: every device; by chunks, in one scan over them.
+"""
+
+import jax.numpy as jnp
+from jax import Array as JaxArray
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, Registry
+from pallas_kernels.gated_delta import reference, xla
+from pallas_kernels.gated_delta.chunks import Chunks, chunks_of, padded, wide
+from pallas_kernels.transformations import custom_vjp, number, with_automatic_axes
+
+
+def gated_delta(
+    q: Float[Array, "B S K D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S H Dv"],
+    decay: Float[Array, "B S H"],
+    beta: Float[Array, "B S H"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B S"] | None = None,
+    state: Float[Array, "B H D Dv"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B S H Dv"], Float[Array, "B H D Dv"]]:
+    """Linear attention whose state forgets by a gate and is corrected by every token.
+
+    With S = 0 before a document's first token, of each value head: S ← exp(decay) · S, then S ← S + k uᵀ where
+    u = beta · (v - Sᵀk), and the output is scale · Sᵀq. Value head h has the queries and keys of head h / (H / K).
+    States and sums are float32; products over tokens are of v's dtype. One token a row is computed as it stands here.
+
+    Args:
+        q: queries; unit vectors, where the model has them so.
+        k: keys, the same.
+        v: values, whose dtype is that of q and k.
+        decay: float32, logarithms of the factors by which the state is kept, at most 0.
+        beta: float32, how much of the correction is written; from 0 to 1, or to 2.
+        scale: factor of the output.
+        segment_ids: int32, the documents of each row, each in one piece; None: a row is one.
+        state: float32, of the tokens before the row's first, which belong to its document; None: there are none.
+        implementation: None or "xla".
+
+    Returns:
+        The output in v's dtype, and the float32 state after the last token. Differentiable in all but segment_ids;
+        beside the operands the backward pass keeps [B, S, H, 64] in v's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    _check(q, k, v, decay, beta, segment_ids, state)
+    scale = number("gated_delta", "scale", scale)
+    if v.shape[1] == 1 and implementation is None:
+        return reference.gated_delta(q, k, v, decay, beta, scale=scale, segment_ids=segment_ids, state=state)
+    chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(k.shape[-1], v.shape[-1]))
+    precise = wide(v.dtype)
+    if state is None:
+        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), precise)
+    operands = padded((q, k, v, decay.astype(precise), beta.astype(precise)))
+    out, after = with_automatic_axes(
+        lambda *given: _by_chunks(*given, scale, chosen),
+        *(*operands, state.astype(precise), segment_ids),
+        rows_like=(v, v),
+    )
+    return out[:, : v.shape[1]], after
+
+
+#: forward(q, k, v, chunks, state, scale) -> (output, state after the last token, inverses)
+#: backward(q, k, v, chunks, state, inverses, gradient of the output, of the state after, scale)
+#: -> gradients of (q, k, v, decay [B, H, S], beta [B, H, S], state)
+REGISTRY = Registry("gated_delta", {"xla": Implementation(xla.forward, xla.backward)})
+
+
+@custom_vjp(nondiff_argnums=(7, 8))
+def _by_chunks(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: str) -> tuple[JaxArray, JaxArray]:
+    return REGISTRY[chosen].forward(q, k, v, chunks_of(decay, beta, segment_ids), state, scale)[:2]
+
+
+def _forward(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: str):
+    chunks: Chunks = chunks_of(decay, beta, segment_ids)
+    out, after, inverse = REGISTRY[chosen].forward(q, k, v, chunks, state, scale)
+    return (out, after), (q, k, v, decay, beta, state, segment_ids, inverse)
+
+
+def _backward(scale: float, chosen: str, residuals, gradients):
+    q, k, v, decay, beta, state, segment_ids, inverse = residuals
+    chunks = chunks_of(decay, beta, segment_ids)
+    dq, dk, dv, ddecay, dbeta, dstate = REGISTRY[chosen].backward(q, k, v, chunks, state, inverse, *gradients, scale)
+    return dq, dk, dv, jnp.moveaxis(ddecay, 1, 2), jnp.moveaxis(dbeta, 1, 2), dstate, None
+
+
+_by_chunks.defvjp(_forward, _backward)
+
+
+def _check(q, k, v, decay, beta, segment_ids, state) -> None:
+    batch, length, heads, size = v.shape
+    tokens = (batch, length)
+    expected = {
+        "q": (q.shape, k.shape),
+        "k": (k.shape[:2], tokens),
+        "decay": (decay.shape, (*tokens, heads)),
+        "beta": (beta.shape, (*tokens, heads)),
+        "segment_ids": (tokens if segment_ids is None else segment_ids.shape, tokens),
+        "state": ((batch, heads, k.shape[3], size) if state is None else state.shape, (batch, heads, k.shape[3], size)),
+    }
+    for name, (given, wanted) in expected.items():
+        if given != wanted:
+            raise ValueError(f"gated_delta: {name}: expected axes {wanted}, got {given}, for v {v.shape}")
+    if heads % k.shape[2]:
+        raise ValueError(f"gated_delta: v: expected a multiple of the {k.shape[2]} key heads, got {heads}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"gated_delta: q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
