@@ -180,7 +180,8 @@ class _Contents:
         for path, row in weights.specs.items():
             prefix = "" if row.path.part == HEAD else "model."
             name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
-            if name is None or row.kind == "bias" and row.group not in parameters.architecture.biases:
+            biases = (None, *parameters.architecture.biases)  # None: of norms and heads, which are the family's own
+            if name is None or row.kind == "bias" and row.group not in biases:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
             shape = row.shape[1:] if row.kind == "gate" else row.shape  # a vector there
             self.tensors[name] = row, self._type_of(row), shape

@@ -149,6 +149,8 @@ class _Tables:
         follows = by_rows and EMBEDDING in changed and head_follows(self.tokens)
         self.untied = tied and bool(changed) and not adapter.config.ensure_weight_tying and not follows
         self.rows = self._rows()
+        if self._grows() and f"{HEAD}.bias" in weights.specs:
+            self.problems.append(f"{self.rows} rows of a table beside a bias of {self.base_rows}, which does not grow")
 
     def changed(self) -> dict[str, Change]:
         """The changed tables."""

@@ -5,13 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, unexpected
+from convert.families.apertus import APERTUS
 from convert.families.arcee import ARCEE
 from convert.families.cohere import COHERE
+from convert.families.cohere2 import COHERE2
+from convert.families.ernie4_5 import ERNIE4_5
 from convert.families.exaone4 import EXAONE4
 from convert.families.family import Family, Ignored
 from convert.families.gemma import GEMMA
 from convert.families.gemma2 import GEMMA2
 from convert.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from convert.families.glm4 import GLM4
 from convert.families.glm4_moe import GLM4_MOE
 from convert.families.gpt_oss import GPT_OSS
 from convert.families.granite import GRANITE
@@ -21,9 +25,11 @@ from convert.families.ministral import MINISTRAL
 from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
 from convert.families.mixtral import MIXTRAL
+from convert.families.nemotron import NEMOTRON
 from convert.families.olmo2 import OLMO2
 from convert.families.olmo3 import OLMO3
 from convert.families.olmoe import OLMOE
+from convert.families.phi import PHI
 from convert.families.phi3 import PHI3
 from convert.families.qwen2 import QWEN2
 from convert.families.qwen2_moe import QWEN2_MOE
@@ -40,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
+        *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
     )
 }

@@ -4,6 +4,8 @@ from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.model.spec import ATTENTION_GROUPS, qk_norm_flag
 
+NUMBERS = {"layer_norm_eps": "layer_norm_eps", "logit_scale": "logit_scale"}
+
 COHERE = Family(
     "cohere",
     "CohereForCausalLM",
@@ -29,7 +31,7 @@ COHERE = Family(
     gguf=Architecture(
         "COMMAND_R",
         square=True,
-        numbers={"layer_norm_eps": "layer_norm_eps", "logit_scale": "logit_scale"},
+        numbers=NUMBERS,
         scaling_named=True,
         qk_norm_from=64,
     ),

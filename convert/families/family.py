@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from convert.errors import ConvertError, unexpected
@@ -97,7 +97,9 @@ class Family:
         constants: Fields of `ModelConfig` common to the family.
         mixers: (reader, number of layers) -> the mixer of each; None: all are attention, with windows and rotary
             positions as `read` has them.
-        rows: The weights of mixers other than attention.
+        rows: The weights of mixers other than attention, and of activations.
+        norm_leaves: Arrays of normalisations: "weight", and "bias" of LayerNorms that have one; none of those without a
+            scale.
         mixture: Its mixtures of experts; None: all layers are dense.
         read: (reader, fields so far) -> computed fields of `ModelConfig`.
         neutral: Field -> its values without effect; others are refused.
@@ -122,6 +124,7 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixers: Callable[[Reader, int], tuple[Mixer, ...]] | None = None
     rows: tuple[Row, ...] = ()
+    norm_leaves: tuple[str, ...] = ("weight",)
     mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -142,32 +145,33 @@ class Family:
     @functools.cached_property
     def table(self) -> tuple[Row, ...]:
         """The model's tensors in order, from the constants that `ModelConfig` has as well."""
-        has = self.constants
+        has, leaves = self.constants, self.norm_leaves
         before, after = has.get("attention_norms", ("input_layernorm", None))
         before_mlp, after_mlp = has.get("mlp_norms", ("post_attention_layernorm", None))
-        fused = has.get("fused", False)
-        qk_norm = QK_NORMS[has.get("qk_norm")]
+        fused = has.get("fused", ())
+        qk_norm = _norms(QK_NORMS[has.get("qk_norm")], leaves)
         switched = {flag for flags in self.switches.values() for flag in flags}
         optional = tuple(
             row._replace(when=qk_norm_flag(how))
             for how, rows in QK_NORMS.items()
             if qk_norm_flag(how) in switched
-            for row in rows
+            for row in _norms(rows, leaves)
         )
-        mlp = FUSED_MLP if fused else MLP if has.get("gated", True) else PLAIN_MLP
+        mlp = FUSED_MLP if "mlp" in fused else MLP if has.get("gated", True) else PLAIN_MLP
         if self.mixture is not None:
             dense = tuple(row._replace(ffn=DENSE) for row in mlp) if self.mixture.dense else ()
             mlp = (*dense, *self.mixture.rows())
         rows = table(
-            norm(before) if before else (),
-            FUSED_ATTENTION if fused else ATTENTION,
+            norm(before, leaves) if before else (),
+            FUSED_ATTENTION if "self_attn" in fused else ATTENTION,
             qk_norm or optional,
             SINKS if has.get("attention_sinks") else (),
             self.rows,
-            norm(after) if after else (),
-            norm(before_mlp) if before_mlp and before_mlp != before else (),
+            norm(after, leaves) if after else (),
+            norm(before_mlp, leaves) if before_mlp and before_mlp != before else (),
             mlp,
-            norm(after_mlp) if after_mlp else (),
+            norm(after_mlp, leaves) if after_mlp else (),
+            norm_leaves=leaves,
         )
         return tuple(row._replace(name=_begun(self._part_name(row), self.starts)) for row in rows)
 
@@ -356,6 +360,11 @@ class Family:
 
     def _no_module(self, name: str) -> ConvertError:
         return ConvertError(f"{name}: no such module in the table of {self.model_type}")
+
+
+def _norms(rows: Iterable[Row], leaves: Collection[str]) -> tuple[Row, ...]:
+    """The arrays of the normalisations with these scales."""
+    return tuple(leaf for row in rows for leaf in norm(f"{row.path.block}.{row.path.part}", leaves, *row.dims))
 
 
 def _together(module: WeightPath) -> str:

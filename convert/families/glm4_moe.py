@@ -11,8 +11,6 @@ from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.model.spec import QKV, qk_norm_flag
 
-_PARTIAL = "partial_rotary_factor"
-
 
 def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
     get.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}
@@ -45,12 +43,7 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Half of each head turns, unless the settings say otherwise."""
-    partial = {_PARTIAL: 0.5} if get.config.get(_PARTIAL) is None else {}
-    return {
-        "rope": read_rope(get, fields, partial, partial_rotary=True),
-        "qk_norm": "head" if get.flag("use_qk_norm") else None,
-    }
+    return {"rope": read_rope(get, fields, partial=0.5), "qk_norm": "head" if get.flag("use_qk_norm") else None}
 
 
 GLM4_MOE = Family(

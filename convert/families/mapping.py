@@ -10,11 +10,12 @@ from convert.families.family import Family, is_scored, read_sizes
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.config import ModelConfig
 from convert.model.layers import MLP, MOE, Attention, Layer
+from convert.model.paths import HEAD
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
 
-_BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
+_BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, HEAD))
 #: Further fields of a config.json with a text section, about the other part.
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
@@ -78,7 +79,7 @@ def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
         "model_type": family.model_type,
         **sizes,
         "num_hidden_layers": layers,
-        "hidden_act": get.activation(family.name("hidden_act")),
+        "hidden_act": family.constants.get("hidden_act") or get.activation(family.name("hidden_act")),
         "norm_eps": get.number(family.name("norm_eps")),
         "tie_word_embeddings": get.flag("tie_word_embeddings") and not scored,
         "scored": scored,

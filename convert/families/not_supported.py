@@ -4,15 +4,15 @@ import re
 
 #: A family, or a format of weights → its models' names, in small letters.
 _NAMES = {
-    **{"afmoe": "trinity-", "apertus": "apertus", "baichuan": "baichuan", "bloom": "bloom", "btlm": "btlm-"},
-    **{"cohere2": "command-(r7b|a)", "dbrx": "dbrx", "deepseek": "deepseek-(v[2-9]|r1(?!-distill))"},
+    **{"afmoe": "trinity-", "baichuan": "baichuan", "bloom": "bloom", "btlm": "btlm-", "dbrx": "dbrx"},
+    "deepseek": "deepseek-(v[2-9]|r1(?!-distill))",
     **{"falcon": "falcon-(rw|7b|40b|180b)", "falcon_h1": "falcon-h1", "bitnet": "falcon-e-|bitnet"},
-    **{"gemma3n": "gemma-?3n", "gemma4": "gemma-?4", "glm4": "glm-4-(9b|32b)", "glm_moe": "glm-(4.7-flash|5)"},
+    **{"gemma3n": "gemma-?3n", "gemma4": "gemma-?4", "glm_moe": "glm-(4.7-flash|5)"},
     **{"gpt2": "gpt2|cerebras-gpt", "gpt_neox": "gpt-neox|pythia|redpajama-incite|dolly", "gptj": "gpt-j"},
     **{"granitemoehybrid": "granite-4", "internlm": "internlm", "jamba": "jamba", "kimi": "kimi-", "lfm2": "lfm2"},
     **{"llama4": "llama-?4-", "mamba": "mamba", "mimo": "mimo-", "minimax": "minimax", "mistral4": "mistral-small-4"},
-    **{"mpt": r"mpt-\d|replit-code", "nemotron": "nemotron-(mini|h|3|nano)(?!.*llama)", "opt": r"/opt-\d"},
-    **{"phi": r"phi-(1|2)\b|phi-1_5", "qwen": r"qwen-\d", "qwen3_5": "qwen3.5", "qwen3_next": "qwen3-next"},
+    **{"mpt": r"mpt-\d|replit-code", "nemotron_h": "nemotron-(h|3|nano)(?!.*llama)", "opt": r"/opt-\d"},
+    **{"qwen": r"qwen-\d", "qwen3_5": "qwen3.5", "qwen3_next": "qwen3-next"},
     **{"stablelm": "stablelm", "starcoder2": "starcoder", "GPTQ, AWQ or AQLM": "gptq|awq|aqlm"},
 }
 

@@ -13,7 +13,7 @@ from convert.rope import ORIGINAL
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """`original_max_position_embeddings` is beside the scaling, and "yarn" an old name of longrope."""
-    rope = read_rope(get, fields, {ORIGINAL: get.integer(ORIGINAL)}, partial_rotary=True, phi3=True)
+    rope = read_rope(get, fields, {ORIGINAL: get.integer(ORIGINAL)}, partial=1.0, phi3=True)
     return {**window_everywhere(get, fields), "rope": rope}
 
 
@@ -21,7 +21,7 @@ PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, ORIGINAL: 4096},
-    constants={"fused": True},
+    constants={"fused": ("self_attn", "mlp")},
     read=_read,
     neutral={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
     gguf=Architecture("PHI3", square=True, scalings=("default", "longrope"), original=True, window=True),

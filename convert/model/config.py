@@ -21,17 +21,18 @@ class ModelConfig:
         rows: the family's table of weights, in names of dimensions and flags; the sizes are this config's (`specs`).
         layers: kind of each layer.
         biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
-            "mlp.down".
+            "mlp.down"; and "lm_head".
         attention_multiplier: factor of the products of queries and keys.
-        fused: whether files and adapters have queries, keys and values as one module, and gate and up as another.
+        fused: the blocks whose projections of the input are one module in files and adapters: queries, keys and values
+            of "self_attn", gate and up of "mlp".
         norm: "rms", or "layer", which subtracts the mean.
         norm_offset: added to a normalisation's scale.
         norm_float32: whether normalised values are rounded only after the scale.
         attention_norms: names of the normalisations before and after the attention, or None.
         mlp_norms: names of the normalisations before and after the MLP, or None.
         parallel_block: whether attention and MLP read the same input and are added at once.
-        qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "heads" (a scale for each),
-            "projection" (all heads together), or None.
+        qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "unscaled head" (each head, by
+            no scale), "heads" (a scale for each), "projection" (all heads together), or None.
         qk_norm_after_rope: whether queries and keys are normalised after the rotation, not before it.
         gated: whether the MLP is down(act(gate(x)) · up(x)); False: down(act(up(x))), with `up_proj` alone in
             "mlp.gate_up".
@@ -72,7 +73,7 @@ class ModelConfig:
     attention_multiplier: float
     rows: tuple[Row, ...] = dataclasses.field(repr=False, compare=False)
     biases: frozenset[str] = frozenset()
-    fused: bool = False
+    fused: tuple[str, ...] = ()
     norm: str = "rms"
     norm_offset: float = 0.0
     norm_float32: bool = False

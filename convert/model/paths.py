@@ -18,6 +18,7 @@ LEAVES = (
         "choice_bias",
         "bias",
     ),
+    *("alpha_p", "alpha_n", "beta", "eps"),
 )
 EMBEDDING, HEAD, NORM = "embed_tokens", "lm_head", "norm"
 #: The head of a reward model, in the place of `HEAD`.

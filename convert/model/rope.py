@@ -238,7 +238,7 @@ def read_rope(
     fields: Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     *,
-    partial_rotary: bool = False,
+    partial: float | None = None,
     phi3: bool = False,
 ) -> RopeConfig:
     """Rotary positions of a model with the same ones in all layers.
@@ -247,7 +247,7 @@ def read_rope(
         get: the config.json, with a default for `rope_theta`.
         fields: the fields of `ModelConfig` read so far.
         changes: fields in place of the file's.
-        partial_rotary: as of `parse_rope`.
+        partial: share of a head that turns unless the settings say otherwise; None: heads turn whole.
         phi3: as of `rope_settings`.
 
     Raises:
@@ -256,8 +256,10 @@ def read_rope(
     get.asked |= NAMES
     config, positions = {**get.config, **(changes or {})}, fields["max_position_embeddings"]
     settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions, phi3=phi3)
-    head_dim = fields["head_dim"]
-    return parse_rope(settings, get.where, positions=positions, head_dim=head_dim, partial_rotary=partial_rotary)
+    if partial is not None and settings.values.get("partial_rotary_factor") is None:
+        settings.values["partial_rotary_factor"] = partial
+    sizes = {"positions": positions, "head_dim": fields["head_dim"]}
+    return parse_rope(settings, get.where, **sizes, partial_rotary=partial is not None)
 
 
 def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:

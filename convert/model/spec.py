@@ -8,20 +8,23 @@ experts, EF and SF feed-forward width of an expert and of the shared one, Q rank
 """
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from convert.model.layers import Layer
 from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 
-#: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero.
-INITS = {
+#: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero,
+#: the constants of xIELU as its authors' (arXiv 2411.13010).
+INITS: dict[str, str | float] = {
     **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks", "score", "taps"), "normal"),
     "norm": "ones",
     **dict.fromkeys(("bias", "choice_bias", "decay"), "zeros"),
+    **{"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6},
 }
-#: Kinds that are vectors in a layer, or one row per head or expert; the others are matrices.
-VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks", "decay"))
+#: Kinds that are vectors in a layer, or one row per head or expert, or one number; the others are matrices.
+VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks", "decay", "alpha_p", "alpha_n", "beta", "eps"))
 #: Kinds of a layer's matrices that are quantised.
 QUANTIZED = frozenset(("matrix", "experts"))
 #: Kinds that are linear modules in transformers' layers.
@@ -51,6 +54,8 @@ AXES = {
     "C": "taps",
     "1": "gate",
 }
+#: Array of a normalisation -> its kind.
+_NORM_KINDS = {"weight": "norm", "bias": "bias"}
 #: Layouts of weights in files: as in the tree; one tensor an expert; all experts in one tensor, the rows of the weights
 #: that share it one after the other; the same, each expert transposed and the weights' rows by turns.
 WHOLE, APART, MERGED, INTERLEAVED = "whole", "apart", "merged", "interleaved"
@@ -67,7 +72,8 @@ class WeightSpec(NamedTuple):
         kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token),
             "norm", "bias", "experts" (the matrices of all experts), "router", "gate" (of a shared expert),
             "choice_bias" (of a router, for the choice alone), "sinks" (attention logits of no key, one a head), "taps"
-            (of a convolution, a row a channel), "decay" (of a recurrent state) or "score" (a reward model's head).
+            (of a convolution, a row a channel), "decay" (of a recurrent state), "score" (a reward model's head),
+            "alpha_p", "alpha_n", "beta" or "eps" (of an activation, `models.mlp.XIELU`).
         group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
         layout: how it lies in files: "whole", "apart", "merged" or "interleaved".
     """
@@ -81,8 +87,8 @@ class WeightSpec(NamedTuple):
     layout: str = WHOLE
 
     @property
-    def init(self) -> str:
-        """Its initialisation: "normal", "ones" (less a family's offset) or "zeros"."""
+    def init(self) -> str | float:
+        """Its initialisation: "normal", "ones" (less a family's offset), "zeros" or a number."""
         return INITS[self.kind]
 
 
@@ -244,9 +250,14 @@ def layer_row(name: str, *dims: str, kind: str, group: str | None = None, when: 
     return Row(f"model.layers.{{i}}.{name}", path, dims, kind, group, when)
 
 
-def norm(name: str, *dims: str, when: str | None = None) -> tuple[Row, ...]:
-    """The scale of a normalisation, by default over the model's width."""
-    return (layer_row(f"{name}.weight", *(dims or ("E",)), kind="norm", when=when),)
+def norm(name: str, leaves: Collection[str] = ("weight",), *dims: str) -> tuple[Row, ...]:
+    """The scale of a normalisation, its bias or neither, by default over the model's width."""
+    return tuple(layer_row(f"{name}.{leaf}", *(dims or ("E",)), kind=_NORM_KINDS[leaf]) for leaf in leaves)
+
+
+def _qk_norms(queries: tuple[str, ...], keys: tuple[str, ...]) -> tuple[Row, ...]:
+    dims = {"q_norm": queries, "k_norm": keys}
+    return tuple(row for name, of in dims.items() for row in norm(f"self_attn.{name}", ("weight",), *of))
 
 
 def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
@@ -257,13 +268,15 @@ def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
     )
 
 
-def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
+def table(*layer: tuple[Row, ...], norm_leaves: Collection[str] = ("weight",)) -> tuple[Row, ...]:
     """The rows of a model: embeddings, layer, final normalisation, and the head if untied, or a reward model's."""
+    final = (WeightPath(None, "", NORM, leaf) for leaf in norm_leaves)
     return (
         Row("model.embed_tokens.weight", WeightPath(None, "", EMBEDDING), ("V", "E"), "table"),
         *(row for rows in layer for row in rows),
-        Row("model.norm.weight", WeightPath(None, "", NORM), ("E",), "norm"),
+        *(Row(f"model.{path}", path, ("E",), _NORM_KINDS[path.leaf]) for path in final),
         Row("lm_head.weight", WeightPath(None, "", HEAD), ("V", "E"), "table", when="untied"),
+        Row("lm_head.bias", WeightPath(None, "", HEAD, "bias"), ("V",), "bias", when=HEAD),
         Row("score.weight", WeightPath(None, "", SCORE), ("1", "E"), "score", when="scored"),
     )
 
@@ -292,10 +305,11 @@ FUSED_MLP = (*linear("mlp.gate_up_proj", "2F", "E", GATE_UP), *linear("mlp.down_
 PLAIN_MLP = (*linear("mlp.up_proj", "F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
 #: Attention logits of no key, one a head, in the softmax's denominator.
 SINKS = (Row("model.layers.{i}.self_attn.sinks", WeightPath(0, "self_attn", "sinks"), ("H",), "sinks"),)
-#: Scales of queries and keys: one for each feature of a head, of all heads together, or of each head's own features.
+#: Scales of queries and keys: none, one for each feature of a head, of all heads together, or of each head's own.
 QK_NORMS = {
     None: (),
-    "head": (*norm("self_attn.q_norm", "D"), *norm("self_attn.k_norm", "D")),
-    "projection": (*norm("self_attn.q_norm", "H*D"), *norm("self_attn.k_norm", "K*D")),
-    "heads": (*norm("self_attn.q_norm", "H", "D"), *norm("self_attn.k_norm", "K", "D")),
+    "unscaled head": (),
+    "head": _qk_norms(("D",), ("D",)),
+    "projection": _qk_norms(("H*D",), ("K*D",)),
+    "heads": _qk_norms(("H", "D"), ("K", "D")),
 }

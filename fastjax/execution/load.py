@@ -236,7 +236,8 @@ def random_weights(
 
     def weight(spec: WeightSpec, key: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
         dtype = dtype_of(spec, precision, trained=trained)
-        constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
+        init: str | float = spec.init
+        constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(init) if isinstance(init, str) else init
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
         form = formats[spec.path]

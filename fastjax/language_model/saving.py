@@ -28,7 +28,7 @@ from fastjax.execution.stacks import layer_of
 from fastjax.language_model.card import gguf_card, model_card
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
-from fastjax.models.layout import split_layer
+from fastjax.models.layout import array_at, split_layer
 from fastjax.parallel.placing import fetched, spans_processes
 from fastjax.parallel.processes import is_primary
 
@@ -215,16 +215,14 @@ def trained_tensors(model: LanguageModel, *, keep: bool = True) -> Iterator[tupl
     def host(array: Any) -> np.ndarray | None:
         return fetched(array.astype(dtype), keep)
 
-    yield "embed_tokens.weight", host(tree["embed_tokens"]["weight"])
+    first, *last = (spec.path for spec in config.specs if spec.path.layer is None)
+    yield first, host(array_at(tree, first))
     runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     for index in range(config.num_hidden_layers):
         for path, array in split_layer(layer_of(runs, model.plan, index), config, index).items():
             yield path.in_layer(index), fetched(array, keep) if path.leaf == "choice_bias" else host(array)
-    yield "norm.weight", host(tree["norm"]["weight"])
-    if config.scored:
-        yield "score.weight", host(tree["score"]["weight"])
-    elif not config.tie_word_embeddings:
-        yield "lm_head.weight", host(tree["lm_head"]["weight"])
+    for path in last:
+        yield path, host(array_at(tree, path))
 
 
 def _with_tokenizer(model: LanguageModel, tokenizer: Any) -> LanguageModel:

@@ -62,7 +62,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
             supported.
     """
     saved = saved_modules(adapter)
-    check_saved(adapter, savable(config))
+    check_saved(adapter, [name for name in savable(config) if name not in config.biases])  # PEFT trains a bias too
     _check_experts(adapter)
     sites = []
     family = family_of(config)

@@ -78,8 +78,9 @@ class Decoder(nnx.Module):
         Args:
             config: the model.
             plan: arrangement of `weights["layers"]`.
-            weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, or of a
-                reward model "score": {"weight"}, "layers": trees by stack and by position in the period}.
+            weights: {"embed_tokens": {"weight"}, "norm": {"weight", "bias"}, "lm_head": {"weight", "bias"}, or of a
+                reward model "score": {"weight"}, "layers": trees by stack and by position in the period}; of norm and
+                head what the family's table has, and of a tied head no weight.
             adapters: with `layers` arranged as these; None: none.
             precision: of the computation.
             executor: how it is executed; None: one layer after another.
@@ -103,7 +104,7 @@ class Decoder(nnx.Module):
             ]
         )
         wide = precision.float32_modules
-        self.norm = Norm(config, weights[NORM]["weight"], NORM in wide)
+        self.norm = Norm(config, weights.get(NORM, {}), NORM in wide)
         rows, whole = adapters.rows, adapters.whole
         embedding = Embedding(weights[EMBEDDING]["weight"], adapters.embedding, rows.get(EMBEDDING), EMBEDDING in wide)
         table = embedding.weight
@@ -116,6 +117,7 @@ class Decoder(nnx.Module):
         self.lm_head = Head(
             [(HEAD, config.vocab_size)],
             whole.get(HEAD, head),
+            weights.get(HEAD, {}).get("bias"),
             adapters=None if adapters.head is None else {HEAD: adapters.head},
             float32=wide & {HEAD},
             tokens=rows.get(HEAD),

@@ -50,6 +50,6 @@ class LayerInputs(NamedTuple):
         return Projection(group.parts, array_at(self.weights, group.path), bias, lora, wide, float8=self.float8)
 
     def norm(self, part: str, block: str = "") -> Norm:
-        """A normalisation of a block; "": of the layer."""
+        """A normalisation of a block; "": of the layer. It has no scale where the family's table has none."""
         inside = self.weights[block] if block else self.weights
-        return Norm(self.config, inside[part]["weight"], WeightPath(None, block, part, "") in self.float32)
+        return Norm(self.config, inside.get(part, {}), WeightPath(None, block, part, "") in self.float32)

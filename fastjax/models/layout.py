@@ -131,6 +131,8 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
 
 def _alone_axes(path: tuple[Any, ...], array: Any) -> P:
     """The logical axes of what is no matrix of the model: adapters, vectors, routers."""
+    if array.ndim == 0:
+        return P()
     leaf = leaf_at(path)
     matrix = leaf.kind in LORA_A | LORA_B
     inner = 2 if matrix else 1

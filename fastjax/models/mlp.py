@@ -1,5 +1,7 @@
 """The feed-forward block of one layer, gated or not."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,10 +10,36 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Block, Operands, gated_block
 from fastjax.lora.norm import PreparedRows
+from fastjax.lora.params import BaseParam, Constant
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import ACTIVATIONS, glu
+
+
+class XIELU(nnx.Module):
+    """An activation with numbers of the checkpoint (arXiv 2411.13010), in float32 inside.
+
+    softplus(alpha_p)·x² + beta·x where x > 0, (beta + softplus(alpha_n))·(eᵐ - 1 - x) + beta·x with m = min(x, eps)
+    elsewhere.
+
+    Attributes:
+        alpha_p: [1], trained with the model's weights.
+        alpha_n: [1], likewise.
+        beta: [], constant.
+        eps: [], constant.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array]):
+        self.alpha_p, self.alpha_n = BaseParam(arrays["alpha_p"]), BaseParam(arrays["alpha_n"])
+        self.beta, self.eps = Constant(arrays["beta"]), Constant(arrays["eps"])
+
+    def __call__(self, x: Float[Array, "B S F"]) -> Float[Array, "B S F"]:
+        """The activation of each element."""
+        alpha_p, alpha_n = (jax.nn.softplus(number[0].astype(jnp.float32)) for number in (self.alpha_p, self.alpha_n))
+        beta, eps, wide = self.beta[...].astype(jnp.float32), self.eps[...].astype(jnp.float32), x.astype(jnp.float32)
+        above, below = alpha_p * wide * wide, (beta + alpha_n) * (jnp.expm1(jnp.minimum(wide, eps)) - wide)
+        return (jnp.where(wide > 0, above, below) + beta * wide).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -19,6 +47,7 @@ class MLP(nnx.Module):
 
     Attributes:
         activation: Hugging Face's name of act.
+        act_fn: the activation of a block without a gate that has numbers of its own; None: it has none.
         gate_up: the two projections of the input, or one to both, gate first; without a gate one.
         down: the projection back.
         float32: whether all of it is computed in float32, whatever the input's dtype.
@@ -26,9 +55,16 @@ class MLP(nnx.Module):
     """
 
     def __init__(
-        self, activation: str, gate_up: Projection, down: Projection, float32: bool = False, *, gated: bool = True
+        self,
+        activation: str,
+        gate_up: Projection,
+        down: Projection,
+        float32: bool = False,
+        *,
+        gated: bool = True,
+        act_fn: XIELU | None = None,
     ):
-        self.activation, self.gate_up, self.down = activation, gate_up, down
+        self.activation, self.act_fn, self.gate_up, self.down = activation, act_fn, gate_up, down
         self.float32, self.gated = float32, gated
 
     @property
@@ -66,9 +102,10 @@ class MLP(nnx.Module):
         if self.gated:
             gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
             hidden = glu(gate, up, activation=self.activation)
+        elif self.act_fn is not None:
+            hidden = self.act_fn(parts[0])
         else:
-            (up,) = parts
-            hidden = ACTIVATIONS[self.activation](up.astype(jnp.float32)).astype(up.dtype)
+            hidden = ACTIVATIONS[self.activation](parts[0].astype(jnp.float32)).astype(parts[0].dtype)
         (out,) = self.down(hidden, key, residual=residual)
         return out.astype(x.dtype)
 
@@ -146,4 +183,6 @@ def build_mlp(inputs: LayerInputs, block: str) -> MLP:
         block: "mlp" or "mlp.shared_expert".
     """
     config, gate_up, down = inputs.config, inputs.projection(f"{block}.gate_up"), inputs.projection(f"{block}.down")
-    return MLP(config.hidden_act, gate_up, down, block in inputs.float32, gated=config.gated)
+    numbers = inputs.weights[block].get("act_fn")
+    act_fn = None if numbers is None else XIELU(numbers)
+    return MLP(config.hidden_act, gate_up, down, block in inputs.float32, gated=config.gated, act_fn=act_fn)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from convert.model.paths import TABLES
+from convert.model.paths import EMBEDDING, HEAD, TABLES
+from fastjax.errors import ConfigError
 
 
 def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int]) -> dict[str, Any]:
@@ -23,7 +24,15 @@ def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int])
         rows: of the tables afterwards.
         known: number of earlier tokens, whose rows the mean is of.
         new: ids of the new tokens.
+
+    Raises:
+        ConfigError: the tables would grow beside a bias of the head.
     """
+    if "bias" in weights.get(HEAD, {}) and rows > weights[EMBEDDING]["weight"].shape[0]:
+        raise ConfigError(
+            f"new_tokens: expected tokens for the {weights[EMBEDDING]['weight'].shape[0]} rows that the tables have, "
+            f"got some for {rows}: the head of this family has a bias, which does not grow"
+        )
     places = np.asarray(sorted(new), np.int32)
 
     def grow(table: Float[Array, "V E"]) -> Float[Array, "rows E"]:
@@ -33,5 +42,5 @@ def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int])
             table = jnp.concatenate([table, added])
         return table.at[places].set(mean[None])
 
-    changed = {name: {"weight": grow(weights[name]["weight"])} for name in TABLES if "weight" in weights.get(name, {})}
-    return {**weights, **changed}
+    tables = [name for name in TABLES if "weight" in weights.get(name, {})]
+    return {**weights, **{name: {**weights[name], "weight": grow(weights[name]["weight"])} for name in tables}}

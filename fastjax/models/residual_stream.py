@@ -83,7 +83,7 @@ class Stream(nnx.Module):
         if norm is None or projection is None or not projection.adapters:
             return *self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
-        if not norm.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
+        if norm.weight is None or not norm.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
             return *self.normed(x), None
         scale = NormConstants(norm.eps, norm.offset)
         rounds = x.dtype == jnp.bfloat16 and as_weight(projection.operand).reads_rounded(False)

@@ -86,7 +86,7 @@ def _unserved(
     yield "context", f"1 {dropout}", config.attention_dropout
     whole_heads = config.qk_norm in ("heads", "projection")
     yield "tensor", "1 of a model with mixtures of experts", moe is not None
-    yield "tensor", "1 of a model whose files hold queries, keys and values as one", config.fused
+    yield "tensor", "1 of a model whose files hold several projections as one", bool(config.fused)
     yield "tensor", "1 of a model that normalises queries and keys of all heads together", whole_heads
     yield "tensor", f"1 {dropout}", config.attention_dropout
     yield "tensor", f"1 where residual_dropout is not 0 (it is {config.residual_dropout})", config.residual_dropout

@@ -12,6 +12,7 @@ from tests.support.gguf_models import (
     FULL,
     HEADS,
     KEY_HEADS,
+    LAYER_NORMS,
     LONG,
     LONGROPE,
     SHORT,
@@ -37,7 +38,11 @@ NORMS = {
         },
     ),
     "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-    "cohere": {"input_layernorm": "attn_norm"},
+    **dict.fromkeys(("cohere", "cohere2", "phi"), {"input_layernorm": "attn_norm"}),
+    "glm4": {
+        **{"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm"},
+        **{"post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    },
 }
 MODULES = {
     **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
@@ -68,7 +73,7 @@ def name_in_file(kind, path):
 def in_llama_cpp(kind, path, values):
     """A weight as llama.cpp expects it."""
     values = values.astype(np.float32)
-    if kind.startswith("gemma") and path.endswith("norm.weight"):
+    if kind.startswith(("gemma", "nemotron")) and path.endswith("norm.weight"):
         return values + 1
     part = path.split(".")[-2]
     if kind not in INTERLEAVED or part not in ("q_proj", "k_proj"):
@@ -91,6 +96,7 @@ NOT_EXPORTED = {
     "arcee",
     "hunyuan_v1_dense",
     "gpt_oss",
+    "apertus",
     "glm4_moe",
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
@@ -121,7 +127,7 @@ def test_names_values_and_keys(kind, type, tmp_path):
         "feed_forward_length": 96,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KEY_HEADS,
-        **({} if kind == "cohere" else {"attention.layer_norm_rms_epsilon": 3e-2}),
+        **({} if kind in LAYER_NORMS else {"attention.layer_norm_rms_epsilon": 3e-2}),
         **keys,
     }
     assert metadata["general.architecture"] == name

@@ -246,7 +246,7 @@ def test_a_new_family_is_a_table(make_folder, tmp_path, monkeypatch):
         "other",
         "OtherForCausalLM",
         defaults={"num_key_value_heads": 1},
-        constants={"fused": True, "mlp_norms": (None, None), "biases": (QKV,)},
+        constants={"fused": ("self_attn", "mlp"), "mlp_norms": (None, None), "biases": (QKV,)},
         starts={"model.layers.": "h.", "model.embed_tokens": "wte"},
         ignored=(Ignored(r"h\.\d+\.mask", "a constant"),),
     )

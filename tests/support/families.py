@@ -213,6 +213,71 @@ CONFIGS |= {
         residual_dropout=0.0,
     ),
 }
+_PARTIAL = {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5, "partial_rotary_factor": 0.6}
+CONFIGS |= {
+    "glm4": _family(
+        "glm4",
+        num_key_value_heads=1,
+        head_dim=20,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=False,
+        rope_parameters=_PARTIAL,
+    ),
+    "ernie4_5": _family(
+        "ernie4_5",
+        num_key_value_heads=1,
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=False,
+        use_bias=True,
+    ),
+    "apertus": _family(
+        "apertus",
+        head_dim=10,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
+    "cohere2": without(
+        _family(
+            "cohere2",
+            hidden_act="gelu_pytorch_tanh",
+            tie_word_embeddings=False,
+            attention_bias=True,
+            logit_scale=1.7,
+            layer_norm_eps=3e-2,
+            sliding_window=6,
+            num_hidden_layers=4,
+            layer_types=[FULL, SLIDING] * 2,
+        ),
+        "rms_norm_eps",
+    ),
+    "nemotron": without(
+        _family(
+            "nemotron",
+            head_dim=20,
+            hidden_act="gelu",
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+            norm_eps=3e-2,
+            rope_parameters=_PARTIAL,
+        ),
+        "rms_norm_eps",
+    ),
+    "phi": without(
+        _family(
+            "phi",
+            hidden_size=40,
+            hidden_act="relu2",
+            tie_word_embeddings=True,
+            layer_norm_eps=3e-2,
+            qk_layernorm=True,
+            rope_parameters=_PARTIAL,
+        ),
+        "rms_norm_eps",
+    ),
+}
 _EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
 #: model_type -> a config.json of the families with mixtures of experts.
 MIXTURES = {

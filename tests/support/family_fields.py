@@ -19,6 +19,7 @@ IRRELEVANT = {
     "default_theta": "of the class",
     "attention_dropout": "in training alone",
     "residual_dropout": "in training alone",
+    "resid_pdrop": "likewise",
     "pretraining_tp": "how a model was split in pretraining",
     "eod_token_id": "of the tokenizer",
     "output_router_logits": "what transformers returns",
@@ -36,6 +37,8 @@ REFUSED = {
     "router_jitter_noise": 0.1,
     ("gemma3_text", "attn_logit_softcapping"): 3.0,  # transformers reads it and does not use it
     ("gpt_oss", "hidden_act"): "gelu",  # likewise
+    ("apertus", "hidden_act"): "silu",  # there would be no numbers of xIELU
+    ("phi", "resid_pdrop"): None,
 }
 
 

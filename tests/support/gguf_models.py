@@ -29,6 +29,7 @@ SIZES = {
 }
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}}
 FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_NORMS = ("cohere", "cohere2", "nemotron", "phi")
 GEMMA3_LAYERS = 7
 GEMMA3 = {
     "num_hidden_layers": GEMMA3_LAYERS,
@@ -112,6 +113,30 @@ FAMILY_CASES = {
         {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "rope.freq_base": 5e5, "rope.scaling.type": "none"},
     ),
     "smollm3": ({}, "smollm3", {"rope.freq_base": 2e6}),
+    "glm4": (LINEAR, "glm4", {"rope.dimension_count": SIZE // 2, "rope.scaling.factor": 1.5}),
+    "ernie4_5": (LINEAR, "ernie4_5", {"rope.freq_base": 300.0}),
+    "cohere2": (
+        {
+            "tie_word_embeddings": True,
+            "logit_scale": 1.7,
+            "layer_norm_eps": 3e-2,
+            "sliding_window": 24,
+            "layer_types": [SLIDING] * 3 + [FULL],
+            "num_hidden_layers": 4,
+        },
+        "cohere2",
+        {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "attention.sliding_window": 24},
+    ),
+    "nemotron": (
+        {"attention_bias": True, "mlp_bias": True, "norm_eps": 3e-2},
+        "nemotron",
+        {"attention.layer_norm_epsilon": 3e-2, "rope.dimension_count": SIZE // 2, "rope.scaling.type": "none"},
+    ),
+    "phi": (
+        {"layer_norm_eps": 3e-2, "num_key_value_heads": HEADS, "partial_rotary_factor": 0.25},
+        "phi2",
+        {"attention.layer_norm_epsilon": 3e-2, "rope.dimension_count": 4, "attention.head_count_kv": HEADS},
+    ),
     "mixtral": (
         LINEAR | {"num_local_experts": 5},
         "llama",
@@ -136,7 +161,7 @@ def config_of(kind, **changes):
     if kind == "gemma3":
         return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
     config = SIZES | {"model_type": kind} | fields | changes
-    return {name: value for name, value in config.items() if kind != "cohere" or name != "rms_norm_eps"}
+    return {name: value for name, value in config.items() if kind not in LAYER_NORMS or name != "rms_norm_eps"}
 
 
 def write_tokenizer(folder):

@@ -92,7 +92,7 @@ def arrays(config, seed=0):
             value = 1 + 0.2 * noise
         else:
             value = noise * (0.2 if tensor.weights[0].kind in VECTORS else scale)
-        found[tensor.name] = value.astype(np.float32)
+        found[tensor.name] = np.asarray(value, np.float32)
     return found
 
 

@@ -20,13 +20,16 @@ def test_every_weight_says_what_it_is(family):
     config = read_config(ALL[family])
     assert config.specs == FAMILIES[family].specs(ALL[family])
     assert [spec.path for spec in config.specs][0] == "embed_tokens.weight"
+    grouped = {spec.path.module for spec in config.specs if spec.kind in ("matrix", "experts")}
     for spec in config.specs:
         dimensions = {"matrix": 2, "table": 2, "router": 2, "gate": 2, "experts": 3, "sinks": 1}
         wanted = 1 + spec.path.of_experts if spec.kind == "bias" else dimensions.get(spec.kind, len(spec.shape))
         assert len(spec.shape) == len(spec.axes) == wanted and set(spec.axes) <= set(AXES.values())
-        assert (spec.kind in ("bias", "choice_bias")) == (spec.path.leaf == spec.kind) == (spec.init == "zeros")
-        assert spec.path.of_experts == (spec.axes[0] == "expert" and spec.path.part != "router")
-        assert (spec.group is not None) == (spec.kind in ("matrix", "bias", "experts") and spec.path.part != "router")
+        bias = spec.kind in ("bias", "choice_bias")
+        assert bias == (spec.init == "zeros")
+        assert (bias or isinstance(spec.init, float)) == (spec.path.leaf == spec.kind)
+        assert spec.path.of_experts == (spec.axes[:1] == ("expert",) and spec.path.part != "router")
+        assert (spec.group is not None) == (spec.path.module in grouped)
         assert (spec.path.layer is None) == (spec.path.part in ("embed_tokens", "norm", "lm_head"))
     layers = {spec.path.layer for spec in config.specs}
     assert layers == {None, *range(config.num_hidden_layers)}

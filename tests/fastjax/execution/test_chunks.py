@@ -44,7 +44,7 @@ def part(name):
         mlp = MLP("relu2", up, Projection([("down_proj", WIDTH)], maker.weight("nf4", [WIDTH], FEATURES)), gated=False)
     else:
         mlp = make(maker, ranks, **options)
-    norm = Norm(CONFIG, 1 + 0.1 * maker.normal(WIDTH))
+    norm = Norm(CONFIG, {"weight": 1 + 0.1 * maker.normal(WIDTH)})
     after = norm if everything else None
     return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0, WHOLE), mlp), nnx.Param if everything else LoraParam
 

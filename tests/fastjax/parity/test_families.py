@@ -39,6 +39,7 @@ PACKED = ("qwen2", "phi3", "cohere")
 #: every array: A has no gradient until B has moved. Gemma 3's blocks are those beside the vision tower.
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
+    **dict.fromkeys(("glm4", "ernie4_5", "apertus", "cohere2", "nemotron", "phi"), 10),
     **dict.fromkeys(("qwen2", "smollm3", "beside a vision tower"), 3),
     **dict.fromkeys(MIXTURES, 10),
 }
