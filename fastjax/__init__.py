@@ -73,7 +73,7 @@ _NOT_BUILT = {
     "learning by rewards of sampled answers is not built; use DPOTrainer, KTOTrainer or ORPOTrainer over answers that "
     "are judged": (
         *("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "PPOTrainer", "PPOConfig", "OnlineDPOTrainer"),
-        *("OnlineDPOConfig", "PatchFastRL", "vLLMSamplingParams"),
+        *("OnlineDPOConfig", "PatchFastRL", "vLLMSamplingParams", "NashMDTrainer", "XPOTrainer"),
     ),
     "models here read and write text; use FastLanguageModel with rows of text": (
         *("FastVisionModel", "FastTextToSpeechModel", "UnslothVisionDataCollator", "FastAudioModel"),
@@ -86,6 +86,21 @@ _NOT_BUILT = {
         "launch_openenv",
     ),
     "use train_on_responses_only(trainer, instruction_part=…, response_part=…)": ("DataCollatorForCompletionOnlyLM",),
+    "this loss is not built; use DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer, RewardTrainer or Trainer(loss=…)": (
+        *("BCOTrainer", "BCOConfig", "PRMTrainer", "PRMConfig", "GKDTrainer", "GKDConfig", "DistillationTrainer"),
+        "DistillationConfig",
+    ),
+    "use get_chat_template": ("clone_chat_template", "setup_chat_format", "get_training_chat_template"),
+    "use fastjax train FILE, whose file and command line have every setting": (
+        *("ScriptArguments", "ModelConfig", "TrlParser", "DatasetMixtureConfig", "get_dataset"),
+    ),
+    "use FastLanguageModel.get_peft_model(model, r=…, lora_alpha=…)": ("get_peft_config", "LoraConfig"),
+    "use FastLanguageModel.from_pretrained(name, load_in_4bit=…), which gives the tokenizer, too": (
+        *("get_quantization_config", "get_kbit_device_map", "BitsAndBytesConfig", "AutoModelForCausalLM"),
+        "AutoTokenizer",
+    ),
+    "use SFTConfig, or transformers' own as args": ("TrainingArguments",),
+    "import it from transformers": ("TextStreamer", "TextIteratorStreamer", "TrainerCallback", "EarlyStoppingCallback"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_MODULE_OF, *_ALIASES]  # pyright: ignore[reportUnsupportedDunderAll]

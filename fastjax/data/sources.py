@@ -152,8 +152,11 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
             f"{name}: expected one data set, got a {type(rows).__name__} with the splits {shorten(splits)}; give "
             f"one of them, as data[{next(iter(rows), 'train')!r}]"
         )
-    if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
-        raise ConfigError(f"{name}: expected a data set, an iterable of dicts or a path, got {type(rows).__name__}")
+    frame = hasattr(rows, "iloc")  # of pandas
+    if frame or isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
+        way_out = "; give datasets.Dataset.from_pandas(…) of it" if frame else ""
+        kind = type(rows).__name__
+        raise ConfigError(f"{name}: expected a data set, an iterable of dicts or a path, got {kind}{way_out}")
     if not hasattr(rows, "_fingerprint"):
         rows = InMemoryRows(map(without_nulls, rows) if arrow else rows, name)
     return OpenSource(DataSource(name, columns=columns), None, rows)

@@ -140,6 +140,10 @@ class ModelHandle(_Model):
         method = vars(LanguageModel).get(name)  # a handle's gives another handle
         return MethodType(method, self) if isinstance(method, FunctionType) else getattr(self.value, name)
 
+    def __call__(self, *values: Any, **named: Any) -> None:
+        """Refused: a model is no function of a batch; `logits` is one of token ids."""
+        raise AttributeError(f"model(…) is not served; use {MODEL['forward']}")
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.value)})
 

@@ -54,6 +54,7 @@ LOADING = OtherNames(
             *("fast_inference", "gpu_memory_utilization", "max_lora_rank", "disable_log_stats", "max_loras"),
             # An MLP computes so many tokens at a time as mlp_chunk says, by itself where there are many.
             *("unsloth_tiled_mlp", "device_map_planner_kwargs", "correct_gradient_checkpointing"),
+            *("unsloth_vllm_standby", "supports_sdpa"),
         )
     ),
     only={
@@ -67,6 +68,8 @@ LOADING = OtherNames(
         **dict.fromkeys(("token", "cache_dir", "local_files_only", "use_auth_token", "subfolder"), ((), _HUB)),
         **dict.fromkeys(("num_labels", "id2label", "label2id"), ((), _CLASSES)),
         **dict.fromkeys(("whisper_language", "whisper_task"), ((), _AUDIO)),
+        "target_parameters": ((), "get_peft_model(target_parameters=…)"),
+        **dict.fromkeys(("tokenizer_revision", "model_types"), ((), "revision, which is the whole folder's")),
         "float32_mixed_precision": ((), "param_dtype, which is float32 unless it says otherwise"),
     },
     served={
@@ -90,6 +93,11 @@ ADAPTER = OtherNames(
         **dict.fromkeys(
             ("inference_mode", "fan_in_fan_out", "layer_replication", "megatron_config", "lora_bias", "use_qalora"),
             ((), "the other options; an adapter here is LoRA's, DoRA's or rsLoRA's over the model's own layers"),
+        ),
+        "exclude_modules": ((), "target_modules with the names of those that are trained"),
+        **dict.fromkeys(
+            ("eva_config", "corda_config", "lora_ga_config", "alora_invocation_tokens", "arrow_config", "use_bdlora"),
+            ((), "init_lora_weights, use_dora and use_rslora for what kinds of adapters there are"),
         ),
         "finetune_vision_layers": ((), _IMAGES),
         "finetune_audio_layers": ((), _AUDIO),
@@ -118,6 +126,17 @@ MODEL: Mapping[str, str] = {
     "generation_config": "keywords of generate, or the folder's generation_config.json, which it reads",
     **dict.fromkeys(("parameters", "named_parameters", "state_dict"), "model.trainable and model.frozen, trees"),
     **dict.fromkeys(("modules", "named_modules"), "model.module(), the decoder itself"),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "half", "float", "bfloat16"),
+        "from_pretrained(dtype=…), on the devices that JAX finds; JAX_PLATFORMS=cpu chooses the CPU",
+    ),
+    **dict.fromkeys(("merge_and_unload", "merge_adapter"), "save_pretrained_merged(folder, tokenizer)"),
+    **dict.fromkeys(("disable_adapter", "set_adapter"), "logits(…, adapters=False), or generate(…, adapter=…)"),
+    **dict.fromkeys(
+        ("gradient_checkpointing_enable", "enable_input_require_grads"), "get_peft_model(use_gradient_checkpointing=…)"
+    ),
+    "peft_config": "model.lora, the adapter's settings",
+    "forward": "model.logits(tokens)",
     **dict.fromkeys(("resize_token_embeddings", "get_input_embeddings"), "from_pretrained(…, new_tokens=[…])"),
 }
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.options.other_names import OtherNames
-from fastjax.options.words import meanings
+from fastjax.options.words import did_you_mean, meanings
 
 T = TypeVar("T")
 
@@ -57,7 +57,10 @@ def keywords(
             try:
                 given = signature.bind(*values, **settings).arguments
             except TypeError as error:
-                raise TypeError(f"{function.__name__}: {error}") from None
+                unknown = next((name for name in settings if name not in signature.parameters), None)
+                names = [*signature.parameters, *(beside.known if beside else ())]
+                meant = "" if unknown is None else did_you_mean(unknown, names)
+                raise TypeError(f"{function.__name__}: {error}{meant}") from None
             chosen = {**defaults, **{name: given.pop(name) for name in fields if name in given}}
             return function(**given, options=make(chosen))
 

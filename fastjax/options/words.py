@@ -2,11 +2,13 @@
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import textwrap
 import types
 import typing
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -45,6 +47,17 @@ def describe(kind: Any, many: bool = False) -> str:
     if dataclasses.is_dataclass(kind):
         return f"{'sections' if many else 'a section'} with {', '.join(required(kind))}"
     return _WORDS[kind][many]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A clause with the known name that an unknown one most likely stands for; "": there is none.
+
+    Args:
+        name: as it was given.
+        known: the names.
+    """
+    close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def meanings(section: type) -> dict[str, str]:

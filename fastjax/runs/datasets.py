@@ -111,19 +111,15 @@ def load_run_data(
         DataError: what is wrong with the data.
         OSError: a file that cannot be read.
     """
-    data, length, settings = config.data, config.model.max_seq_length, config.training
-    sources: dict[str, list[Any]] = {name: list(given.get(name) or data.sources(name)) for name in ("train", "eval")}
-    check_sources(source for listed in sources.values() for source in listed if isinstance(source, DataSource))
-    shared: Any = {"options": data, "seed": settings.seed, "progress": progress}
-    pairing = config.preferences.pairing
-    prepared = shared | {"preferences": None if pairing is None else (pairing, *config.preferences.lengths)}
+    settings, sources = config.training, _sources(config, given)
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
-        size, steps = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
-        train = StreamedBatches(sources["train"], tokenizer, length, size, steps, multiple=parts, now=now, **shared)
+        length, size = config.model.max_seq_length, settings.per_device_train_batch_size * replicas
+        how: Any = {"multiple": parts, "now": now, "options": config.data, "seed": settings.seed, "progress": progress}
+        steps = settings.gradient_accumulation_steps
+        train = StreamedBatches(sources["train"], tokenizer, length, size, steps, **how)
     else:
-        train = prepare(sources["train"], tokenizer, length, now=now, **prepared)
-    apart = sources["eval"] if data.val_set_size is None else sources["train"]
-    held_out = prepare(apart, tokenizer, length, held_out=True, now=train.now, **prepared) if apart else None
+        train = _prepared(config, sources["train"], tokenizer, progress, now)
+    held_out = read_held_out(config, tokenizer, progress, given, now=train.now)
     if isinstance(train, StreamedBatches):
         return RunData(train, held_out, train, _total_steps(config, train))
     size, by_length = settings.per_device_train_batch_size * replicas, None
@@ -132,6 +128,52 @@ def load_run_data(
     batches = Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed, by_length=by_length)
     total = _total_steps(config, batches)
     return RunData(train, held_out, batches.shortened(total, parts, tuple(before.get("lengths", ()))), total)
+
+
+def read_held_out(
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    progress: Callable[[str], None] | None = None,
+    given: Given = _NONE,
+    *,
+    now: str | None = None,
+) -> Dataset | None:
+    """Read, encode and pack a run's held-out data; None: there are none.
+
+    Args:
+        config: as of `load_run_data`, as are the others.
+        tokenizer: as there.
+        progress: as there.
+        given: as there.
+        now: as there.
+    """
+    sources = _sources(config, given)
+    apart = sources["eval"] if config.data.val_set_size is None else sources["train"]
+    return _prepared(config, apart, tokenizer, progress, now, held_out=True) if apart else None
+
+
+def _sources(config: TrainConfig, given: Given) -> dict[str, list[Any]]:
+    """The data sets by "train" and "eval", those that are to be opened looked at."""
+    sources = {name: list(given.get(name) or config.data.sources(name)) for name in ("train", "eval")}
+    check_sources(source for listed in sources.values() for source in listed if isinstance(source, DataSource))
+    return sources
+
+
+def _prepared(
+    config: TrainConfig, sources: list[Any], tokenizer: Any, progress: Any, now: str | None, held_out: bool = False
+) -> Dataset:
+    pairing = config.preferences.pairing
+    return prepare(
+        sources,
+        tokenizer,
+        config.model.max_seq_length,
+        config.data,
+        seed=config.training.seed,
+        preferences=None if pairing is None else (pairing, *config.preferences.lengths),
+        held_out=held_out,
+        now=now,
+        progress=progress,
+    )
 
 
 def _total_steps(config: TrainConfig, batches: BatchSource) -> int:

@@ -4,7 +4,7 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fastjax.data.columns import parse_row
@@ -82,14 +82,34 @@ class SFTTrainer(TRLTrainer):
             named: further arguments of `TRLTrainer`.
         """
         self._parts: dict[str, str] | None = None
-        if formatting_func is not None:
-            train_dataset, eval_dataset = (_formatted(data, formatting_func) for data in (train_dataset, eval_dataset))
+        self._formatting = formatting_func
         super().__init__(model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
 
     def _settings(self, model: LanguageModel) -> TrainerSettings:
         first, columns = self._first()
         conversations = isinstance(first, ChatRecord) and not first.prompt
+        if isinstance(first, TextRecord) and self.args.assistant_only_loss and not (self._parts or first.prompt):
+            raise ConfigError(
+                "SFTConfig: assistant_only_loss: expected false over rows of texts, which do not say what the "
+                "assistant wrote, got true; give rows of messages, or call train_on_responses_only(trainer, …)"
+            )
+        if self.args.completion_only_loss and isinstance(first, ChatRecord | TextRecord) and not first.prompt:
+            instead = "assistant_only_loss=True" if conversations else "train_on_responses_only(trainer, …)"
+            raise ConfigError(
+                "SFTConfig: completion_only_loss: expected none or false over rows without a prompt and a completion, "
+                f"got true; use {instead}"
+            )
         return self.args.settings(model, conversations, self._parts, columns=columns)
+
+    def _rows(self, data: Any) -> Any:
+        made = data if self._formatting is None else _formatted(data, self._formatting)
+        return super()._rows(made)
+
+    def _unused(self) -> Iterator[str]:
+        yield from super()._unused()
+        asked, there = self.args.max_length, self._trainer.model.max_seq_length
+        if asked is not None and there < asked != type(self.args).max_length:
+            yield f"max_length: {asked}, but the model was loaded for rows of {there} (max_seq_length), which hold"
 
     def _first(self) -> tuple[Record | None, dict[str, str] | None]:
         """The first example, which says what the rows are, and the columns that are read."""
@@ -106,8 +126,8 @@ class SFTTrainer(TRLTrainer):
 
     @property
     def eval_dataset(self) -> EncodedRows | None:
-        """The held-out rows, as `train_dataset`; None: there are none, or eval_strategy is "no"."""
-        return None if self._data[1] is None else self._trainer.encoded("eval")
+        """The held-out rows, as `train_dataset`; None: there are none."""
+        return None if self._data[1] is None else self._trainer.encoded("eval", self._data[1])
 
 
 def _formatted(data: Any, function: Callable[[Any], Any]) -> Any:

@@ -27,7 +27,9 @@ from fastjax.parallel import place
 from fastjax.runs.checkpointing import compile_step
 from fastjax.runs.context import Evaluate, FineTuned, Run, perform
 from fastjax.runs.encoded_rows import EncodedRows
+from fastjax.runs.held_out import evaluate_model, with_measurements
 from fastjax.runs.mesh import open_mesh, suited_meshes
+from fastjax.runs.messages import say
 from fastjax.runs.model import tell_model
 from fastjax.runs.result import finished
 from fastjax.runs.stages import claim, compare_inputs, compare_settings, find_checkpoint, identify, read_data, train
@@ -44,7 +46,7 @@ from fastjax.training.config import (
     TrainingSection,
 )
 from fastjax.training.loss import Loss
-from fastjax.training.metrics import Row, Sink
+from fastjax.training.metrics import Evaluation, Row, Sink
 from fastjax.training.observers import Startup
 from fastjax.training.placement import weight_shardings
 
@@ -140,6 +142,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         sinks: Sequence[Sink] = (),
         console: Console | None = None,
+        **others: Any,
     ):
         """Look at the settings; nothing is read yet.
 
@@ -155,10 +158,16 @@ class Trainer:
             callbacks: functions that are told each event, in the order of the rows; what they raise ends the run.
             sinks: further receivers of the rows.
             console: for progress; None: standard output.
+            others: refused; names of transformers' are those of `SFTTrainer`.
 
         Raises:
             ConfigError: settings that contradict each other or the model, or no data.
         """
+        if others:
+            raise ConfigError(
+                f"Trainer: {next(iter(others))}: unknown; expected settings=TrainerSettings(…). SFTTrainer has the "
+                "names of transformers' and TRL's trainers"
+            )
         check_model(value_of(model))
         tokenizer = tokenizer if tokenizer is not None else model.tokenizer  # pyright: ignore[reportAssignmentType]
         for name, value in (("train_dataset", train_dataset), ("settings", settings), ("tokenizer", tokenizer)):
@@ -166,7 +175,15 @@ class Trainer:
                 raise ConfigError(f"Trainer: {name}: expected one, got none")
         assert settings is not None and tokenizer is not None
         if not isinstance(settings, TrainerSettings):
-            raise ConfigError(f"Trainer: settings: expected TrainerSettings, got a {type(settings).__name__}")
+            raise ConfigError(
+                f"Trainer: settings: expected TrainerSettings, got a {type(settings).__name__}; the trainers by TRL's "
+                "names, such as SFTTrainer, take such as args"
+            )
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise ConfigError(
+                "Trainer: tokenizer: expected the one that FastLanguageModel.from_pretrained gave, or another fast one "
+                f"of transformers', got a {type(tokenizer).__name__}"
+            )
         self.handle, self._settings, self._tokenizer = handle_of(model), settings, tokenizer
         if jax.process_count() > 1:
             raise ConfigError(f"Trainer: expected one process, got {jax.process_count()}; use fastjax launch")
@@ -176,10 +193,8 @@ class Trainer:
         }
         given: dict[str, list[OpenSource]] = {}
         for name, data in (("train", train_dataset), ("eval", eval_dataset)):
-            if data is not None and (named := _named(data)) is not None:
-                self._paths[name] = named
-            elif data is not None:
-                given[name] = [given_rows(data, self._paths[name], settings.columns)]
+            if data is not None:
+                self._paths[name], given[name] = self._source(data, f"{name}_dataset")
         self._console, self._ended = console or Console(), False
         observers = [_CallbackSink(callback, self._end) for callback in callbacks]
         self._brought: dict[str, Any] = {"loss": loss, "evaluate": evaluate, "optimizer": optimizer, "given": given}
@@ -256,18 +271,66 @@ class Trainer:
         self._keep(result.model.value)
         return result._replace(model=self.model)
 
-    def encoded(self, name: str) -> EncodedRows:
+    def evaluate(self, eval_dataset: Data | Sequence[str | DataSource] | None = None) -> tuple[Evaluation, int, int]:
+        """Evaluate the model as it is, on the one device where it lies.
+
+        Args:
+            eval_dataset: as of the trainer; None: the trainer's.
+
+        Returns:
+            The evaluation, its rows, and its batches of per_device_eval_batch_size.
+
+        Raises:
+            ConfigError: there are no such data, or settings that do not suit them.
+            DataError: what is wrong with the data.
+            OSError: a file that cannot be read.
+        """
+        if self.handle.value is not self._taken:
+            self._take(self.handle.value)
+        config, given = self.config, self._brought["given"]
+        if eval_dataset is not None:
+            path, rows = self._source(eval_dataset, "eval_dataset")
+            given = {**given, "eval": rows}
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=path, val_set_size=None))
+        if config.preferences.precompute_ref_log_probs:
+            if self.model.full_finetuning:
+                raise ConfigError(
+                    "evaluate: preferences.precompute_ref_log_probs: expected false where every weight is trained, "
+                    "since the reference is there before training alone, got true; evaluate by eval_steps"
+                )
+            computed = dataclasses.replace(config.preferences, precompute_ref_log_probs=False)
+            config = dataclasses.replace(config, preferences=computed)
+        model = with_start(self.model.value, self._start)
+        loss, evaluate = self._brought["loss"], self._brought["evaluate"]
+        evaluation, rows, steps = evaluate_model(config, model, self._tokenizer, self._console, given, loss)
+        if evaluate is not None:
+            evaluation = with_measurements(evaluation, evaluate(self.model))
+        return evaluation, rows, steps
+
+    def _source(self, data: Any, name: str) -> tuple[Any, list[OpenSource]]:
+        """A data set as the settings name it, and its rows where it is in memory."""
+        if (named := _named(data)) is not None:
+            return named, []
+        return name, [given_rows(data, name, self._settings.columns)]
+
+    def tell(self, text: str) -> None:
+        """Say a line on the console."""
+        say(self._console, text)
+
+    def encoded(self, name: str, rows: Any = None) -> EncodedRows:
         """The rows of a data set as they are learnt, to look at.
 
         Args:
             name: "train" or "eval".
+            rows: the data set, where the trainer has it not; None: it has.
 
         Raises:
             ConfigError: no such data set, or settings that do not suit it.
             OSError: a file that cannot be read.
         """
         data, tokenizer = self.config.data, self._tokenizer
-        opened = open_data(self._brought["given"].get(name) or data.sources(name), tokenizer, data)
+        path, given = (None, self._brought["given"].get(name)) if rows is None else self._source(rows, name)
+        opened = open_data(given or (data.sources(name) if rows is None else path), tokenizer, data)
         return EncodedRows(opened, lambda: timed_encoder(tokenizer, data, None)[0])
 
     def _spread(self, run: Run) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh
 
-from convert.errors import shown
 from fastjax.data import Batches, Dataset
 from fastjax.data.batches import Batch, OwnRows
 from fastjax.data.packing import PackedRows
@@ -24,6 +23,7 @@ from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
 from fastjax.runs.card import training_of
 from fastjax.runs.checkpointing import memory_advice
 from fastjax.runs.context import FineTuned, Run
+from fastjax.runs.held_out import with_measurements
 from fastjax.runs.identity import files_of
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.messages import warn
@@ -239,17 +239,7 @@ class TrainingRun:
             return evaluation
         self.watchdog.waits(None)  # it may take any time
         model = ModelHandle(run.model.replace(trainable=trainable))
-        given: Any = run.evaluate(model)
-        try:
-            extra = {name: float(value) for name, value in given.items() if name.startswith("eval_")}
-        except (AttributeError, TypeError, ValueError):
-            extra = None
-        if extra is None or len(extra) < len(given):
-            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {shown(given)}")
-        if taken := evaluation.row(0).keys() & extra.keys():
-            names = ", ".join(sorted(taken))
-            raise ConfigError(f"evaluate: expected names that the evaluation has not itself, got {names}")
-        return evaluation._replace(extra={**evaluation.extra, **extra})
+        return with_measurements(evaluation, run.evaluate(model))
 
     def _throughput(self, seconds_before: float) -> Throughput:
         run = self.run

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import os
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
@@ -15,6 +16,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.language_model import check_model
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import value_of
+from fastjax.options import did_you_mean
 from fastjax.runs.trainer import Trainer, TrainerSettings
 from fastjax.runs.trl_callbacks import TrainerControl, TrainerState, TRLProgress, is_trainer_callback
 from fastjax.runs.trl_names import ARGUMENTS, METHODS, RENAMED
@@ -122,7 +124,7 @@ class SharedArguments:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0
     optim: str = "adamw_torch"
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float | None = None
@@ -158,7 +160,9 @@ class SharedArguments:
                 setattr(self, name, value.value)
         self.report_to = "none" if self.report_to is None else self.report_to
         if unknown := [name for name in self.others if name not in ARGUMENTS.known]:
-            raise ConfigError(f"{config}: {unknown[0]}: expected a name of {config}, got an unknown one")
+            names = [field.name for field in dataclasses.fields(self)]
+            meant = did_you_mean(unknown[0], [*names, *ARGUMENTS.known, *RENAMED])
+            raise ConfigError(f"{config}: {unknown[0]}: expected a name of {config}, got an unknown one{meant}")
         plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in self.others.items()}
         ARGUMENTS.translated(config, plain)
         kinds = ("max_steps", int | float, "a number"), ("warmup_steps", int | float, "a number")
@@ -216,6 +220,7 @@ class SharedArguments:
             "lr_scheduler_type": _SCHEDULES[self.lr_scheduler_type],
             "warmup_steps": steps,
             "warmup_ratio": ratio,
+            "max_grad_norm": self.max_grad_norm or 0.0,
         }
         preferences = PreferencesSection()
         if self.losses:
@@ -307,9 +312,14 @@ class TRLTrainer:
         self.processing_class: Any = next(
             (one for one in (processing_class, tokenizer) if one is not None), model.tokenizer
         )
-        held_out = None if self.args.eval_strategy == "no" else eval_dataset
+        _check_one(eval_dataset)
         # An iterator is read here, since its first row may say what the rows are.
-        self._data = [list(data) if isinstance(data, Iterator) else data for data in (train_dataset, held_out)]
+        self._data = [self._rows(data) for data in (train_dataset, eval_dataset)]
+        if self.args.eval_strategy != "no" and eval_dataset is None:
+            raise ConfigError(
+                f"{type(self.args).__name__}: eval_strategy: expected an eval_dataset with it, got none; give one, or "
+                'leave it at "no"'
+            )
         self._callbacks = list(callbacks or ())
         self._make(model)
 
@@ -321,6 +331,7 @@ class TRLTrainer:
         self._progress = TRLProgress(self.args, told, self.processing_class)
         functions = [one for one in listed if not theirs[id(one)]]
         (train, held_out), settings = self._data, self._settings(model)
+        held_out = None if self.args.eval_strategy == "no" else held_out
         callbacks = [*functions, self._progress]
         self._trainer = Trainer(model, self.processing_class, train, held_out, settings, callbacks=callbacks)
 
@@ -354,7 +365,7 @@ class TRLTrainer:
 
     @property
     def eval_dataset(self) -> Any:
-        """The held-out data, as `train_dataset`; None: there are none, or eval_strategy is "no"."""
+        """The held-out data, as `train_dataset`; None: there are none."""
         return self._data[1]
 
     def add_callback(self, callback: Any) -> None:
@@ -386,10 +397,50 @@ class TRLTrainer:
             ConfigError: another checkpoint; and what `Trainer.train` raises.
         """
         resume = self._resumes(resume_from_checkpoint)
+        for line in self._unused():
+            self._trainer.tell(line)
         self._progress.begins()
         result = self._trainer.train(resume=resume)
         metrics = self._progress.ends()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics, *result)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate the model as it is; see `Trainer.evaluate`. The numbers are logged, and callbacks hear of them.
+
+        Args:
+            eval_dataset: held-out data as of the trainer; None: the trainer's.
+            ignore_keys: changes nothing here.
+            metric_key_prefix: begins the names.
+
+        Returns:
+            PREFIX_loss in nats a target token, …, PREFIX_runtime in seconds, PREFIX_samples_per_second,
+            PREFIX_steps_per_second, and epoch.
+
+        Raises:
+            ConfigError: what `Trainer.evaluate` raises.
+        """
+        del ignore_keys
+        _check_one(eval_dataset)
+        data = self._data[1] if eval_dataset is None else self._rows(eval_dataset)
+        began = time.perf_counter()
+        evaluation, rows, steps = self._trainer.evaluate(data)
+        seconds = time.perf_counter() - began
+        measured = {name: value for name, value in evaluation.row(0).items() if name.startswith("eval_")}
+        measured |= {"eval_runtime": seconds, "eval_samples_per_second": rows / seconds}
+        measured |= {"eval_steps_per_second": steps / seconds}
+        metrics = {f"{metric_key_prefix}{name.removeprefix('eval')}": value for name, value in measured.items()}
+        return self._progress.evaluated({**metrics, "epoch": self.state.epoch})
+
+    def _rows(self, data: Any) -> Any:
+        """A data set as `Trainer` takes it."""
+        return list(data) if isinstance(data, Iterator) else data
+
+    def _unused(self) -> Iterator[str]:
+        """Lines about what was given and has no effect on the run."""
+        if self._data[1] is not None and self.args.eval_strategy == "no":
+            yield 'eval_dataset: not used while training, since eval_strategy is "no"; evaluate() uses it'
 
     def _resumes(self, asked: bool | str | os.PathLike[str] | None) -> bool:
         if asked is None or isinstance(asked, bool):
@@ -439,6 +490,14 @@ def _arguments_of(kind: type[SharedArguments], args: Any, trainer: str, others: 
     plain.use_cpu = False
     given = {name: value for name, value in given.items() if name in known or value != getattr(plain, name)}
     return kind(**{**_renamed(given, kind.__name__), **_renamed(others, kind.__name__)})
+
+
+def _check_one(eval_dataset: Any) -> None:
+    if isinstance(eval_dataset, Mapping) and not hasattr(eval_dataset, "column_names"):
+        raise ConfigError(
+            f"eval_dataset: expected one data set, got a mapping of {', '.join(map(str, eval_dataset))}; give one, or "
+            "call evaluate(eval_dataset, metric_key_prefix=…) for each after training"
+        )
 
 
 def _check_collator(collator: Any) -> None:

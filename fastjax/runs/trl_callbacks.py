@@ -5,8 +5,9 @@ step that is under way.
 """
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from convert.errors import shown
@@ -18,6 +19,8 @@ _UNTOLD = (
     *("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict"),
     *("on_step_begin", "on_push_begin"),
 )
+#: Arguments of transformers' events that a compiled step has no objects for.
+_NOT_GIVEN = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 #: Field of a control that a callback may set → what to use instead.
 _CONTROLS = {"should_save": "save_steps", "should_evaluate": "eval_steps", "should_epoch_stop": "should_training_stop"}
 
@@ -86,6 +89,11 @@ class TRLProgress:
             ConfigError: a callback with a method that would never be called.
         """
         for callback in callbacks:
+            for method, name in _required(callback):
+                raise ConfigError(
+                    f"callbacks: {type(callback).__name__}.{method}: expected no argument {name}, which is none here, "
+                    "got one without a default; use Trainer(evaluate=…), a function of the model at each evaluation"
+                )
             if untold := [name for name in _UNTOLD if _overrides(callback, name)]:
                 raise ConfigError(
                     f"callbacks: {type(callback).__name__}: expected none of {', '.join(_UNTOLD)}, which a step that "
@@ -116,14 +124,26 @@ class TRLProgress:
         elif event.name == "evaluation":
             measured = {name: value for name, value in row.items() if name.startswith("eval_")}
             loss, best = measured["eval_loss"], self.state.best_metric
-            self._log(measured)
-            self._tell("on_evaluate", metrics=measured)
+            self.evaluated(measured)
             if best is None or loss < best:  # behind the callbacks, which compare with those before, as there
                 self.state.best_metric, self.state.best_global_step = loss, event.step
         elif event.name == "saved":
             self._tell("on_save")
         if self.control.should_training_stop:
             event.end()
+
+    def evaluated(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """Log the numbers of an evaluation, and tell of them.
+
+        Args:
+            measured: the numbers by name.
+
+        Returns:
+            These.
+        """
+        self._log(measured)
+        self._tell("on_evaluate", metrics=measured)
+        return measured
 
     def ends(self) -> dict[str, float]:
         """Tell that the run has ended, and give its metrics by transformers' names.
@@ -199,6 +219,14 @@ def is_trainer_callback(value: Any) -> bool:
             f"{shown(value, 80)}"
         )
     return False
+
+
+def _required(callback: Any) -> Iterator[tuple[str, str]]:
+    """The methods of a callback that want an argument of `_NOT_GIVEN`, and the argument."""
+    for method in ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end"):
+        function = getattr(callback, method, None)
+        wanted = inspect.signature(function).parameters.values() if callable(function) else ()
+        yield from ((method, one.name) for one in wanted if one.name in _NOT_GIVEN and one.default is one.empty)
 
 
 def _overrides(callback: Any, name: str) -> bool:

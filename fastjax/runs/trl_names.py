@@ -114,12 +114,16 @@ ARGUMENTS = OtherNames(not_needed=frozenset(_NOT_NEEDED), only=_ONLY)
 
 #: Method of a trainer → what to use instead.
 METHODS: Mapping[str, str] = {
-    "evaluate": "eval_dataset with eval_strategy, whose numbers are in state.log_history",
     "predict": _GENERATE,
     "push_to_hub": _HUB,
     **dict.fromkeys(("log_metrics", "save_metrics", "save_state"), "metrics.jsonl and report.html of output_dir"),
     **dict.fromkeys(("create_optimizer", "create_scheduler", "optimizer", "lr_scheduler"), _OPTIMIZER),
     **dict.fromkeys(("compute_loss", "training_step", "accelerator"), _LOSS),
     **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader"), "train_dataset, of which rows are shown"),
+    "create_optimizer_and_scheduler": _OPTIMIZER,
+    "create_model_card": "save_model, which writes one",
+    **dict.fromkeys(("is_world_process_zero", "is_local_process_zero"), "state.is_world_process_zero"),
+    "get_learning_rates": "state.log_history, which has them",
+    "get_num_trainable_parameters": "model.num_parameters",
     "hyperparameter_search": "a loop over trainers",
 }

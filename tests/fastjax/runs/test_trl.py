@@ -74,11 +74,53 @@ def test_a_run_as_transformers_tells_it(loaded, tmp_path):
         row["eval_loss"] for row in history if "eval_loss" in row
     )
     assert "step" in events and "evaluation" in events
+    evaluated = [row for row in history if "eval_loss" in row][-1]
+    now = trainer.evaluate()
+    assert history[-1] == {**now, "step": stats.global_step} and now["eval_loss"] == evaluated["eval_loss"]
+    other = trainer.evaluate(texts[:5], metric_key_prefix="test")
+    assert other["test_samples_per_second"] > 0 and other["test_num_targets"] > now["eval_num_targets"]
     trainer.remove_callback(Heard)
     again = trainer.train()
     assert again.folder == stats.folder and again.training_loss < stats.training_loss
     with pytest.raises(ConfigError, match="resume_from_checkpoint: expected true, or the newest checkpoint of"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+
+
+def test_evaluation_without_a_strategy(loaded, capsys):
+    """A model is its own reference before training; the run says that it leaves the held-out rows alone."""
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c d"}] * 3
+    trainer = DPOTrainer(loaded[0], train_dataset=pairs, eval_dataset=pairs)
+    measured = trainer.evaluate()
+    assert measured["eval_loss"] == pytest.approx(np.log(2)) and "held out: 6 documents" in capsys.readouterr().out
+    [line] = trainer._unused()
+    assert line.startswith('eval_dataset: not used while training, since eval_strategy is "no"')
+    short = SFTTrainer(loaded[0], SFTConfig(max_length=4096), [{"text": "a"}])
+    assert next(short._unused()).startswith("max_length: 4096, but the model was loaded for rows of 64")
+
+
+@pytest.mark.parametrize(
+    ("args", "rows", "message"),
+    [
+        ({"assistant_only_loss": True}, [{"text": "a"}], "assistant_only_loss: expected false over rows of texts"),
+        ({"completion_only_loss": True}, [{"text": "a"}], "got true; use train_on_responses_only"),
+        ({"eval_strategy": "epoch"}, [{"text": "a"}], "eval_strategy: expected an eval_dataset with it"),
+        (
+            {"eval_dataset": {"a": []}},
+            [{"text": "a"}],
+            "expected one data set, got a mapping of a; give one, or",
+        ),
+        ({"learning_rat": 1}, [{"text": "a"}], "got an unknown one; did you mean learning_rate[?]"),
+        ({"tokenizer": "gpt2"}, [{"text": "a"}], "tokenizer: expected the one that .* got a str"),
+    ],
+)
+def test_refused_with_a_way_out(loaded, args, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(loaded[0], train_dataset=rows, **args)
+
+
+def test_clipping_that_is_off(loaded):
+    trainer = SFTTrainer(loaded[0], SFTConfig(max_grad_norm=None), [{"text": "a"}])
+    assert trainer._trainer.config.optimizer.max_grad_norm == 0
 
 
 def test_rows_to_look_at(loaded):
@@ -136,15 +178,18 @@ def test_names_of_notebooks(loaded):
     collator = type("DataCollatorForSeq2Seq", (), {})()
     trainer = UnslothTrainer(loaded[0], args=args, train_dataset=[{"text": "a"}], data_collator=collator)
     assert trainer._trainer.config.optimizer.embedding_learning_rate == 1e-5 and trainer.tokenizer is not None
-    for name in ("GRPOTrainer", "FastVisionModel", "execute_with_time_limit"):
+    for name in ("GRPOTrainer", "FastVisionModel", "execute_with_time_limit", "TrlParser"):
         with pytest.raises(ImportError, match=f"^{name}: .*; use|^{name}: use"):
             getattr(fastjax, name)
-    with pytest.raises(AttributeError, match="DPOTrainer has no evaluate; use eval_dataset with eval_strategy"):
+    with pytest.raises(AttributeError, match="DPOTrainer has no predict; use model.generate"):
         pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-        DPOTrainer(loaded[0], args=ORPOConfig().others, train_dataset=pairs).evaluate()
+        DPOTrainer(loaded[0], args=ORPOConfig().others, train_dataset=pairs).predict()
     with pytest.raises(ConfigError, match="data_collator: expected none, or one that pads .* got Heard"):
         SFTTrainer(loaded[0], train_dataset=[{"text": "a"}], data_collator=Heard())
+    wanting = type("Mine", (TrainerCallback,), {"on_log": lambda self, args, state, control, model, **_: None})()
     untold = type("Mine", (TrainerCallback,), {"on_step_begin": lambda *_, **__: None, "on_log": None})()
-    for callback, message in ((untold, "Mine: expected none of .*got on_step_begin"), (3, "expected transformers'")):
+    wants = (wanting, "Mine.on_log: expected no argument model")
+    never = (untold, "Mine: expected none of .*got on_step_begin")
+    for callback, message in (wants, never, (3, "expected transformers'")):
         with pytest.raises(ConfigError, match=f"callbacks: {message}"):
             SFTTrainer(loaded[0], train_dataset=[{"text": "a"}], callbacks=[callback])
