@@ -329,8 +329,10 @@ class Trainer:
             OSError: a file that cannot be read.
         """
         data, tokenizer = self.config.data, self._tokenizer
-        path, given = (None, self._brought["given"].get(name)) if rows is None else self._source(rows, name)
-        opened = open_data(given or (data.sources(name) if rows is None else path), tokenizer, data)
+        path, given = (
+            (data.sources(name), self._brought["given"].get(name)) if rows is None else self._source(rows, name)
+        )
+        opened = open_data(given or path, tokenizer, data)
         return EncodedRows(opened, lambda: timed_encoder(tokenizer, data, None)[0])
 
     def _spread(self, run: Run) -> None:
