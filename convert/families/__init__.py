@@ -34,7 +34,10 @@ from convert.families.phi3 import PHI3
 from convert.families.qwen2 import QWEN2
 from convert.families.qwen2_moe import QWEN2_MOE
 from convert.families.qwen3 import QWEN3
+from convert.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from convert.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from convert.families.qwen3_moe import QWEN3_MOE
+from convert.families.qwen3_next import QWEN3_NEXT
 from convert.families.seed_oss import SEED_OSS
 from convert.families.smollm3 import SMOLLM3
 
@@ -48,6 +51,7 @@ FAMILIES: dict[str, Family] = {
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
         *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
+        *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }
 _LATENT = "it has latent attention, which is not supported"

@@ -24,6 +24,7 @@ from convert.model.spec import (
     ATTENTION,
     FUSED_ATTENTION,
     FUSED_MLP,
+    GATED_ATTENTION,
     INTERLEAVED,
     LINEAR,
     MERGED,
@@ -163,7 +164,7 @@ class Family:
             mlp = (*dense, *self.mixture.rows())
         rows = table(
             norm(before, leaves) if before else (),
-            FUSED_ATTENTION if "self_attn" in fused else ATTENTION,
+            FUSED_ATTENTION if "self_attn" in fused else GATED_ATTENTION if has.get("attention_gate") else ATTENTION,
             qk_norm or optional,
             SINKS if has.get("attention_sinks") else (),
             self.rows,

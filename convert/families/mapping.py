@@ -19,7 +19,7 @@ _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, HEAD))
 #: Further fields of a config.json with a text section, about the other part.
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
-    boi_token_id eoi_token_id image_token_id""".split()
+    boi_token_id eoi_token_id image_token_id video_token_id vision_start_token_id vision_end_token_id""".split()
 )
 
 

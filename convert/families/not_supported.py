@@ -12,7 +12,7 @@ _NAMES = {
     **{"granitemoehybrid": "granite-4", "internlm": "internlm", "jamba": "jamba", "kimi": "kimi-", "lfm2": "lfm2"},
     **{"llama4": "llama-?4-", "mamba": "mamba", "mimo": "mimo-", "minimax": "minimax", "mistral4": "mistral-small-4"},
     **{"mpt": r"mpt-\d|replit-code", "nemotron_h": "nemotron-(h|3|nano)(?!.*llama)", "opt": r"/opt-\d"},
-    **{"qwen": r"qwen-\d", "qwen3_5": "qwen3.5", "qwen3_next": "qwen3-next"},
+    **{"qwen": r"qwen-\d"},
     **{"stablelm": "stablelm", "starcoder2": "starcoder", "GPTQ, AWQ or AQLM": "gptq|awq|aqlm"},
 }
 

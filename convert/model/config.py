@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 
-from convert.model.layers import MOE, Attention, Layer
+from convert.model.layers import MOE, Attention, GatedDelta, Layer
 from convert.model.moe import MoeConfig
 from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
@@ -34,6 +34,8 @@ class ModelConfig:
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "unscaled head" (each head, by
             no scale), "heads" (a scale for each), "projection" (all heads together), or None.
         qk_norm_after_rope: whether queries and keys are normalised after the rotation, not before it.
+        attention_gate: whether a head's output is multiplied by the sigmoid of a gate; the queries' projection is twice
+            as wide, with query and gate of each head.
         gated: whether the MLP is down(act(gate(x)) · up(x)); False: down(act(up(x))), with `up_proj` alone in
             "mlp.gate_up".
         rope: rotary positions of full-attention layers.
@@ -82,6 +84,7 @@ class ModelConfig:
     parallel_block: bool = False
     qk_norm: str | None = None
     qk_norm_after_rope: bool = False
+    attention_gate: bool = False
     gated: bool = True
     local_rope: RopeConfig | None = None
     rope_interleaved: bool = False
@@ -107,6 +110,11 @@ class ModelConfig:
     def attention(self) -> tuple[Attention, ...]:
         """The attention of the layers that have one."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def recurrent(self) -> tuple[GatedDelta, ...]:
+        """The settings of the layers with a recurrent state."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta))
 
     @property
     def mixtures(self) -> tuple[bool, ...]:

@@ -41,6 +41,60 @@ class Attention:
         return {}
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464), a linear attention whose state is one matrix a head.
+
+    Attributes:
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, gates and states, as many for each key head.
+        key_dim: size of a key head.
+        value_dim: size of a value head.
+        taps: inputs that the convolution over queries, keys and values reads, the current one included.
+        activation: of the convolution's output.
+        interleaved: whether the input's projections are two, whose rows go by key heads: query, key, values and output
+            gates of one, then those of the next; and of its update and decay likewise.
+        largest_update: beta is this times a sigmoid: 1, or 2 for negative eigenvalues (arXiv 2411.12537).
+        norm_eps: of the output's normalisation; None: the model's.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    activation: str = "silu"
+    interleaved: bool = False
+    largest_update: float = 1.0
+    norm_eps: float | None = None
+    block: ClassVar[str] = "linear_attn"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimensions of its weights."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return {
+            "C": self.taps,
+            "J*P": keys,
+            "G": self.value_heads,
+            "U": self.value_dim,
+            "G*U": values,
+            "2J*P+G*U": 2 * keys + values,
+            "2J*P+2G*U": 2 * keys + 2 * values,
+            "2G": 2 * self.value_heads,
+        }
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the matrices of a row's state."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def inputs(self) -> int:
+        """Numbers in the inputs that a row's state keeps for the convolution."""
+        return (self.taps - 1) * self.sizes["2J*P+G*U"]
+
+
 class Layer(NamedTuple):
     """A layer's kind.
 

@@ -43,6 +43,8 @@ BY_LENGTH = ("dynamic", "longrope")
 _LISTS = ("short_factor", "long_factor")
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor")
 _WITHOUT_EFFECT = {"finetuned": (True, False, None)}
+#: Settings of positions in images, with any value: a text's tokens have one position.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _check_pairs(rope: RopeConfig, head_dim: int, where: str, field: str) -> Non
 
 def _without_effect(kind: str, name: str, value: Any, positions: int) -> bool:
     """Whether a setting of another kind of scaling holds anyway, so that it may be ignored, as by transformers."""
-    if value is None or kind == "default" or value in _WITHOUT_EFFECT.get(name, ()):
+    if value is None or kind == "default" or name in _OF_IMAGES or value in _WITHOUT_EFFECT.get(name, ()):
         return True
     return name == ORIGINAL and _right(name, value) and (kind == "linear" or value == positions)
 

@@ -4,7 +4,8 @@ A family's table gives rows, in names of dimensions; a config.json fills in laye
 Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
 
 Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers, X
-experts, EF and SF feed-forward width of an expert and of the shared one, Q rank of a latent, C taps of a convolution.
+experts, EF and SF feed-forward width of an expert and of the shared one, Q rank of a latent, C taps of a convolution;
+of a recurrent state J key heads of size P, and G value heads of size U.
 """
 
 import itertools
@@ -20,11 +21,12 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 INITS: dict[str, str | float] = {
     **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks", "score", "taps"), "normal"),
     "norm": "ones",
+    "scale": 1.0,
     **dict.fromkeys(("bias", "choice_bias", "decay"), "zeros"),
     **{"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6},
 }
 #: Kinds that are vectors in a layer, or one row per head or expert, or one number; the others are matrices.
-VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks", "decay", "alpha_p", "alpha_n", "beta", "eps"))
+VECTORS = frozenset(("norm", "scale", "bias", "choice_bias", "sinks", "decay", "alpha_p", "alpha_n", "beta", "eps"))
 #: Kinds of a layer's matrices that are quantised.
 QUANTIZED = frozenset(("matrix", "experts"))
 #: Kinds that are linear modules in transformers' layers.
@@ -47,12 +49,14 @@ AXES = {
     "H*D": "heads",
     "K*D": "key_heads",
     "(H+2K)*D": "heads",
+    "2H*D": "heads",
     "X": "expert",
     "EF": "expert_mlp",
     "SF": "mlp",
     "Q": "latent",
     "C": "taps",
     "1": "gate",
+    **dict.fromkeys(("J*P", "G", "U", "G*U", "2J*P+G*U", "2J*P+2G*U", "2G"), "state"),
 }
 #: Array of a normalisation -> its kind.
 _NORM_KINDS = {"weight": "norm", "bias": "bias"}
@@ -70,10 +74,11 @@ class WeightSpec(NamedTuple):
         shape: its sizes in the tree.
         axes: the names of its logical axes.
         kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token),
-            "norm", "bias", "experts" (the matrices of all experts), "router", "gate" (of a shared expert),
-            "choice_bias" (of a router, for the choice alone), "sinks" (attention logits of no key, one a head), "taps"
-            (of a convolution, a row a channel), "decay" (of a recurrent state), "score" (a reward model's head),
-            "alpha_p", "alpha_n", "beta" or "eps" (of an activation, `models.mlp.XIELU`).
+            "norm", "scale" (of a normalisation without the family's offset), "bias", "experts" (the matrices of all
+            experts), "router", "gate" (of a shared expert), "choice_bias" (of a router, for the choice alone), "sinks"
+            (attention logits of no key, one a head), "taps" (of a convolution, a row a channel), "decay" (of a
+            recurrent state), "score" (a reward model's head), "alpha_p", "alpha_n", "beta" or "eps" (of an
+            activation, `models.mlp.XIELU`).
         group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
         layout: how it lies in files: "whole", "apart", "merged" or "interleaved".
     """
@@ -144,6 +149,7 @@ def dimensions(
         "H*D": heads * head_dim,
         "K*D": key_heads * head_dim,
         "(H+2K)*D": (heads + 2 * key_heads) * head_dim,
+        "2H*D": 2 * heads * head_dim,
         "1": 1,
     }
 
@@ -171,18 +177,18 @@ def fill_table(
         rows: the family's table.
         sizes: of the dimensions.
         flags: those that the config raises, of `Row.when`.
-        layers: the layers' kinds; those of each mixer alone have the rows of its block.
+        layers: the layers' kinds; a mixer's alone have the rows of its block.
     """
     specs: list[WeightSpec] = []
-    mixers = {layer.mixer.block for layer in layers}
     wanted = (row for row in rows if row.when is None or row.when in flags)
     for layered, group in itertools.groupby(wanted, key=lambda row: row.path.layer is not None):
         members = list(group)
         if not layered:
             specs += [row.spec(None, sizes) for row in members]
         for number, layer in enumerate(layers if layered else ()):
-            others = mixers - {layer.mixer.block}
-            here = (row for row in members if row.ffn in (None, layer.ffn) and row.path.block not in others)
+            blocks = ("", "mlp", layer.mixer.block)
+            mine = (row for row in members if row.path.block.partition(".")[0] in blocks)
+            here = (row for row in mine if row.ffn in (None, layer.ffn))
             specs += [row.spec(number, sizes | layer.mixer.sizes) for row in here]
     return tuple(specs)
 
@@ -296,6 +302,8 @@ FUSED_ATTENTION = (
     *linear("self_attn.qkv_proj", "(H+2K)*D", "E", QKV),
     *linear("self_attn.o_proj", "E", "H*D", OUT),
 )
+#: The query's projection has for each head its query and the gate of its output.
+GATED_ATTENTION = (*linear("self_attn.q_proj", "2H*D", "E", QKV), *ATTENTION[2:])
 MLP = (
     *linear("mlp.gate_proj", "F", "E", GATE_UP),
     *linear("mlp.up_proj", "F", "E", GATE_UP),

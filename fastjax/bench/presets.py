@@ -15,6 +15,8 @@ _QWEN3_MOE = {
     "rope_theta": 1000000.0,
     "norm_topk_prob": True,
 }
+#: Qwen 3.5's text models, the defaults of transformers' configs among them (Qwen/Qwen3.5-9B, Qwen/Qwen3.5-35B-A3B).
+_QWEN3_5 = {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "vocab_size": 248320, "head_dim": 256}
 
 
 def _sized(base: dict[str, Any], sizes: tuple[int, int, int, int], **others: Any) -> dict[str, Any]:
@@ -41,6 +43,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-70b": _sized(_LLAMA3, (8192, 28672, 80, 64)),
     "qwen3-30b-a3b": _sized(_QWEN3_MOE, (2048, 6144, 48, 32), moe_intermediate_size=768),
     "qwen3-235b-a22b": _sized(_QWEN3_MOE, (4096, 12288, 94, 64), moe_intermediate_size=1536),
+    "qwen3.5-9b": _sized(_QWEN3_5 | {"model_type": "qwen3_5_text"}, (4096, 12288, 32, 16), num_key_value_heads=4),
+    "qwen3.5-35b-a3b": _sized(
+        _QWEN3_5 | {"model_type": "qwen3_5_moe_text"},
+        (2048, 512, 40, 16),
+        num_key_value_heads=2,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "gpt-oss-20b": _sized(
         {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "vocab_size": 201088, "max_position_embeddings": 131072},
         (2880, 2880, 24, 64),

@@ -82,9 +82,9 @@ def show(console: Console, config: TrainConfig, card: "Card", plan: "RunPlan", r
 
 
 def _cache(cache: "CacheRoom", length: int | None) -> str:
-    """The bytes of a token and of a row's windows, and the tokens that fit, in rows of a length."""
+    """The bytes of a token and of a row's windows and states, and the tokens that fit, in rows of a length."""
     held = f"{cache.token_bytes / 2**10:,.1f} KiB of cache a token in {cache.dtype}"
-    held += f" and {cache.row_bytes / 2**20:,.1f} MiB a row for sliding windows" if cache.row_bytes else ""
+    held += f" and {cache.row_bytes / 2**20:,.1f} MiB a row for windows and states" if cache.row_bytes else ""
     rows = "" if not length else f", {cache.tokens // length:,} rows of {length:,}"
     return f"{held}; beside weights of {cache.weights / 1e9:.2f} GB {cache.tokens:,} tokens fit{rows}"
 

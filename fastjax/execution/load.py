@@ -248,8 +248,9 @@ def random_weights(
         return spec.path, drawn if form.name is None else quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
-        first, between = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, NORM))
-        last = [spec for spec in config.specs if spec.path.part in (HEAD, SCORE)]
+        outside = [spec for spec in config.specs if spec.path.layer is None]
+        first, between = ([spec for spec in outside if spec.path.part == part] for part in (EMBEDDING, NORM))
+        last = [spec for spec in outside if spec.path.part in (HEAD, SCORE)]
         yield weight(first[0], jax.random.fold_in(key, 0))
         for index in range(config.num_hidden_layers):
             specs = config.layer_specs(index)

@@ -29,11 +29,13 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor", "fsdp"),
     "expert_mlp": ("fsdp",),
     "latent": ("fsdp",),
+    "state": ("fsdp",),
     "embed input": (),
     "heads input": ("tensor",),
     "mlp input": ("tensor",),
     "expert_mlp input": (),
     "latent input": (),
+    "state input": (),
     "adapter": ("fsdp",),
 }
 #: Fewest rows of a part on one device, but of experts; smaller arrays are replicated.

@@ -1,4 +1,4 @@
-"""Memory of generation: the keys and values of a token, and how many tokens fit beside the weights."""
+"""Memory of generation: what layers keep of a token and of a row, and how many tokens fit beside the weights."""
 
 import bisect
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from fastjax.planning.memory import ALLOCATOR_BYTES
 
 
 def cache_bytes(config: ModelConfig, dtype: DTypeLike, rows: int, pages: tuple[int, int]) -> tuple[int, int]:
-    """Bytes of a token in all layers that keep every token, and bytes of the rings of those that keep a window.
+    """Bytes of a token in all layers that keep every token, and of all rows in those that keep a window or a state.
 
     Args:
         config: the model's.
@@ -22,12 +22,14 @@ def cache_bytes(config: ModelConfig, dtype: DTypeLike, rows: int, pages: tuple[i
         pages: how many there are (page 0 is nobody's), and tokens of each.
     """
     rings = [ring_pages(layer.sliding_window, rows, pages) for layer in config.attention]
-    token = 2 * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return rings.count(None) * token, sum(ring or 0 for ring in rings) * rows * pages[1] * token
+    itemsize = jnp.dtype(dtype).itemsize
+    token = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    states = sum(4 * layer.matrices + layer.inputs * itemsize for layer in config.recurrent)
+    return rings.count(None) * token, rows * (sum(ring or 0 for ring in rings) * pages[1] * token + states)
 
 
 def pages_that_fit(config: ModelConfig, dtype: DTypeLike, rows: int, most: tuple[int, int], room: int) -> int:
-    """Pages of a cache that take no more than some bytes, with the rings of its rows; 0: not even one.
+    """Pages of a cache that take no more than some bytes, with the rings and states of its rows; 0: not even one.
 
     Args:
         config: the model's.
@@ -51,7 +53,7 @@ class CacheRoom(NamedTuple):
         weights: bytes of the weights, adapters included.
         dtype: of the cache.
         token_bytes: bytes of a token in the layers that keep every token.
-        row_bytes: bytes of a row in those that keep a sliding window.
+        row_bytes: bytes of a row in those that keep a sliding window, or a state.
         tokens: of all rows together, prompts included, that fit in rows of a length.
     """
 

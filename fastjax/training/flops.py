@@ -59,7 +59,8 @@ def step_flops(
 
     A matrix element costs two a token forward, two for the gradient of its input, and two for its own gradient when
     it is trained. Attention costs 4·H·D a key that a token sees forward (two products), and twice that backward: in a
-    document of S tokens a token sees S / 2 keys, with a window of W < S tokens W - W² / 2S.
+    document of S tokens a token sees S / 2 keys, with a window of W < S tokens W - W² / 2S. A recurrent state costs six
+    an element forward (read twice and changed), whatever the length.
 
     Args:
         config: the model.
@@ -74,7 +75,8 @@ def step_flops(
     windows = [min(mixer.sliding_window or document_length, document_length) for mixer in config.attention]
     keys = sum(window - window**2 / (2 * document_length) for window in windows) if document_length else 0.0
     attention = (16 if reference else 12) * keys * config.num_attention_heads * config.head_dim
-    return float(tokens) * (products + attention)
+    states = (24 if reference else 18) * sum(layer.matrices for layer in config.recurrent)
+    return float(tokens) * (products + attention + states)
 
 
 def flops_per_token(config: ModelConfig, trainable: Any, document_length: float, *, reference: bool = False) -> float:

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_new": _gelu_tanh,
     "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 

@@ -278,6 +278,26 @@ CONFIGS |= {
         "rms_norm_eps",
     ),
 }
+LINEAR = "linear_attention"
+_DELTA = {
+    "head_dim": 24,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, FULL] * 2,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        **{"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5, "partial_rotary_factor": 0.5},
+        **{"mrope_section": [3, 2, 1], "mrope_interleaved": True},
+    },
+}
+#: Layers with Gated DeltaNet.
+CONFIGS |= {"qwen3_5_text": _family("qwen3_5_text", **_DELTA)}
 _EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
 #: model_type -> a config.json of the families with mixtures of experts.
 MIXTURES = {
@@ -371,6 +391,12 @@ MIXTURES = {
             "partial_rotary_factor": 0.6,
         },
     ),
+}
+_MIXED = {**_DELTA, "num_experts_per_tok": 3, "num_experts": 4, "moe_intermediate_size": 12}
+_MIXED |= {"num_key_value_heads": 1, "shared_expert_intermediate_size": 20, "router_aux_loss_coef": 0.02}
+MIXTURES |= {
+    "qwen3_5_moe_text": without(_family("qwen3_5_moe_text", **_MIXED), "intermediate_size"),
+    "qwen3_next": _family("qwen3_next", **_MIXED, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
 }
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
 LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)

@@ -81,6 +81,19 @@ VARIANTS = {
         },
     ),
     "arcee, relu2": ("arcee", CONFIGS["arcee"] | {"hidden_act": "relu2", "tie_word_embeddings": False}),
+    "qwen3_5_text, as published": (
+        "qwen3_5_text",
+        without(CONFIGS["qwen3_5_text"], "layer_types", "attention_bias")
+        | {
+            **{"full_attention_interval": 2, "hidden_act": "silu", "linear_num_value_heads": 2},
+            **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"},
+            **{"attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 1, 1]},
+                **{"mrope_interleaved": True, "partial_rotary_factor": 0.25},
+            },
+        },
+    ),
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 
@@ -95,6 +108,11 @@ MIXTURE_VARIANTS = {
         "qwen3_moe",
         without(MIXTURES["qwen3_moe"], "decoder_sparse_step", "mlp_only_layers", "use_sliding_window")
         | {"norm_topk_prob": False, "max_window_layers": 4},
+    ),
+    "qwen3_next, mixtures everywhere": (
+        "qwen3_next",
+        without(MIXTURES["qwen3_next"], "decoder_sparse_step", "mlp_only_layers", "rope_parameters")
+        | {"norm_topk_prob": True, "rope_theta": 300.0},
     ),
     "gpt_oss, as published": (
         "gpt_oss",

@@ -43,7 +43,8 @@ def in_memory(family, config, arrays):
     for tensor in tensors_of(family.in_memory.specs(config)).values():
         if tensor.layout == WHOLE and family.mixture is None:
             path = tensor.weights[0].path
-            yield f"{family.module_name(path.module)}.{path.leaf}", arrays[tensor.name]
+            leaf = f".{path.leaf}" if tensor.name.endswith(f".{path.leaf}") else ""
+            yield f"{family.module_name(path.module)}{leaf}", arrays[tensor.name]
         elif tensor.layout == WHOLE:
             yield tensor.name, weights[tensor.weights[0].path][0]
         else:

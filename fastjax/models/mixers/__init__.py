@@ -16,6 +16,7 @@ from fastjax.lora.norm import PreparedRows
 from fastjax.models.context import Context
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers.attention import Attention
+from fastjax.models.mixers.gated_delta import GatedDelta
 from fastjax.models.projection import Projection
 
 
@@ -111,4 +112,7 @@ class Mixer(Protocol):
 
 
 #: Class of settings -> (settings, inputs) -> the module.
-MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {layers.Attention: Attention}
+MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {
+    layers.Attention: Attention,
+    layers.GatedDelta: GatedDelta,
+}

@@ -23,6 +23,7 @@ from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, batch_part, local
 from fastjax.residuals import HEADS, name_residual
 from pallas_kernels.attention import SegmentRanges, attention, ring_attention
+from pallas_kernels.glu import glu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
@@ -52,6 +53,8 @@ class Attention(nnx.Module):
         scale: factor of the products of queries and keys.
         soft_cap: then they become cap · tanh(product / cap); None: they stay.
         dropout: probability of a dropped weight after the softmax in training.
+        gated: whether each head's output is multiplied by the sigmoid of a gate, which the queries' projection has
+            behind each query.
         qkv: projections to queries, keys and values, or one to all three in this order.
         o: projection of the heads' output.
         q_norm: normalisation of the queries, of each head or of all together; None: none.
@@ -70,6 +73,7 @@ class Attention(nnx.Module):
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout, self.norm_last = config.attention_dropout, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
+        self.gated = config.attention_gate
         self.qkv, self.o = inputs.projection(f"{block}.qkv"), inputs.projection(f"{block}.o")
         self.sinks = Sinks(inputs.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
         self.float32 = block in inputs.float32
@@ -105,8 +109,8 @@ class Attention(nnx.Module):
         prepared: PreparedRows | None = None,
     ) -> Float[Array, "B S E"]:
         """The output for whole rows, as `Mixer.__call__`."""
-        q, k, v = self._heads(x, context, key, prepared)
-        return self._out(self._attend(q, k, v, context.segment_ranges, key), x.dtype, key, residual)
+        q, k, v, gate = self._heads(x, context, key, prepared)
+        return self._out(self._attend(q, k, v, context.segment_ranges, key), gate, x.dtype, key, residual)
 
     def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> KeysValues | Rings:
         """Keys and values of no token."""
@@ -125,7 +129,7 @@ class Attention(nnx.Module):
         """The output for new tokens, as `Mixer.step`."""
         slots = context.slots
         assert slots is not None, "new tokens need their slots"
-        q, k, v = self._heads(x, context, None, prepared)
+        q, k, v, gate = self._heads(x, context, None, prepared)
         if context.segment_ranges is not None:
             state = state.written(k, v, slots)
             out = self._attend(q, k, v, context.segment_ranges, None)
@@ -135,7 +139,7 @@ class Attention(nnx.Module):
         else:
             state, seen = state.seen(k, v, slots)
             out = self._attend_to_rows(q, seen, slots)
-        return self._out(out, x.dtype, None, residual), state
+        return self._out(out, gate, x.dtype, None, residual), state
 
     def _attend_to_pages(
         self, q: Float[Array, "B H D"], state: KeysValues | Rings, slots: Slots
@@ -166,6 +170,8 @@ class Attention(nnx.Module):
             return "DoRA scales the projections' results"
         if self.qkv.bias is not None or self.q_norm is not None:
             return "a bias or a norm comes between projection and turn"
+        if self.gated:
+            return "gates come between its queries"
         if self.turning != self.shape[2] or self.interleaved:
             return "its heads do not turn whole, by pairs of their halves"
         if set(self.qkv.dtypes(dtype)) != {jnp.dtype(dtype)}:
@@ -174,16 +180,17 @@ class Attention(nnx.Module):
 
     def _heads(
         self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, prepared: PreparedRows | None
-    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-        """Queries, keys and values by head, ready for attention.
+    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"], Array | None]:
+        """Queries, keys and values by head, ready for attention, and gates of its output, if there are any.
 
         Without normalisations they come out of one product in one pass, and are residuals in its place: the backward
         pass needs it no more. A normalisation needs its input there. Adapters are applied in the same pass where they
         can be, and what `lora.norm` makes of x may be given.
         """
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self._turned_heads(x, context, key, prepared)
-        return checkpoint_name(q, HEADS), checkpoint_name(k, HEADS), checkpoint_name(v, HEADS)
+        *heads, gate = self._turned_heads(x, context, key, prepared)
+        q, k, v = (checkpoint_name(each, HEADS) for each in heads)
+        return q, k, v, None if gate is None else checkpoint_name(gate, HEADS)
 
     def _turned_heads(self, x: Array, context: Context, key: PRNGKeyArray | None, prepared: PreparedRows | None) -> Any:
         heads, key_heads, size = self.shape
@@ -194,9 +201,9 @@ class Attention(nnx.Module):
             parts = describe(self.qkv.parts, self.qkv.adapters)
             arrays = heads_unit.Operands(weight, rotary[0], rotary[1], matrices, key, prepared)
             q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
-            return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v
+            return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v, None
         assert prepared is None, "it is for the unit"
-        whole = self.qkv.whole(x, key) if self.q_norm is None else None
+        whole = self.qkv.whole(x, key) if self.q_norm is None and not self.gated else None
         if whole is not None:
             options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}
 
@@ -205,22 +212,25 @@ class Attention(nnx.Module):
 
             island = local(turn, in_specs=(ROWS,) * 4, out_specs=ROWS)
             q, k, v = (name_residual(part, "projection") for part in island(whole, *rotary, scales))
-            return q, k, v
-        parts = self.qkv(x, key)
+            return q, k, v, None
+        parts, gate = self.qkv(x, key), None
         if len(parts) == 1:
             parts = jnp.split(parts[0], [heads * size, (heads + key_heads) * size], axis=-1)
-        q, k = self._turned(parts[0], self.q_norm, *rotary), self._turned(parts[1], self.k_norm, *rotary)
+        q, k, v = parts
+        if self.gated:
+            q, gate = jnp.split(q.reshape(*x.shape[:2], heads, 2 * size), 2, axis=-1)
+        q, k = self._turned(q, self.q_norm, *rotary), self._turned(k, self.k_norm, *rotary)
         if scales is not None:
             q = q * scales.astype(q.dtype)[:, :, None, None]
-        return q, k, parts[2].reshape(*x.shape[:2], key_heads, size)
+        return q, k, v.reshape(*x.shape[:2], key_heads, size), gate
 
     def _turned(
-        self, x: Float[Array, "B S N"], norm: Norm | None, cos: Array | None, sin: Array | None
+        self, x: Float[Array, "B S ..."], norm: Norm | None, cos: Array | None, sin: Array | None
     ) -> Float[Array, "B S H D"]:
         """Queries or keys by head: normalised and turned, or the other way round."""
         batch, length, size = *x.shape[:2], self.shape[2]
         if norm is not None and self.whole and not self.norm_last:
-            x = norm(x)
+            x = norm(x.reshape(batch, length, -1))
         x = x.reshape(batch, length, -1, size)
         if norm is not None and not self.whole and not self.norm_last:
             x = norm(x)
@@ -247,9 +257,15 @@ class Attention(nnx.Module):
         return island(q, k, v, ranges, dropped, self._sink_logits())
 
     def _out(
-        self, out: Float[Array, "B S H D"], dtype: jnp.dtype, key: PRNGKeyArray | None, residual: Array | None
+        self,
+        out: Float[Array, "B S H D"],
+        gate: Float[Array, "B S H D"] | None,
+        dtype: jnp.dtype,
+        key: PRNGKeyArray | None,
+        residual: Array | None,
     ) -> Float[Array, "B S E"]:
-        """The projection of the heads' output, added to the residual stream where there is one."""
+        """The projection of the heads' output, gated where there are gates, added to a residual stream."""
+        out = out if gate is None else glu(gate, out, activation="sigmoid")
         out = out.reshape(*out.shape[:2], -1)
         if residual is None or set(self.o.dtypes(out.dtype)) == {residual.dtype}:
             (out,) = self.o(out, key, residual=residual)

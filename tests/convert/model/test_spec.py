@@ -25,12 +25,13 @@ def test_every_weight_says_what_it_is(family):
         dimensions = {"matrix": 2, "table": 2, "router": 2, "gate": 2, "experts": 3, "sinks": 1}
         wanted = 1 + spec.path.of_experts if spec.kind == "bias" else dimensions.get(spec.kind, len(spec.shape))
         assert len(spec.shape) == len(spec.axes) == wanted and set(spec.axes) <= set(AXES.values())
-        bias = spec.kind in ("bias", "choice_bias")
+        bias = spec.kind in ("bias", "choice_bias", "decay")
         assert bias == (spec.init == "zeros")
-        assert (bias or isinstance(spec.init, float)) == (spec.path.leaf == spec.kind)
+        if spec.kind not in ("decay", "scale"):
+            assert (bias or isinstance(spec.init, float)) == (spec.path.leaf == spec.kind)
         assert spec.path.of_experts == (spec.axes[:1] == ("expert",) and spec.path.part != "router")
         assert (spec.group is not None) == (spec.path.module in grouped)
-        assert (spec.path.layer is None) == (spec.path.part in ("embed_tokens", "norm", "lm_head"))
+        assert (spec.path.layer is None) == (spec.path.module in ("embed_tokens", "norm", "lm_head"))
     layers = {spec.path.layer for spec in config.specs}
     assert layers == {None, *range(config.num_hidden_layers)}
     assert config.tie_word_embeddings == ("lm_head.weight" not in [spec.path for spec in config.specs])

@@ -201,7 +201,7 @@ def test_the_table_has_the_flops_of_a_step(mesh):
     assert re.search(r" 138\.00 +5,854\.5 +9% ", cells)
     assert "offload is left out: layer_loop: expected 'scan', got layers one by one." in lines
     assert content["refused"] == plan.refused and content["policies"][0]["model_flops"] == 5361.5e12
-    said = "generation: 128.0 KiB of cache a token in bfloat16 and 1.5 MiB a row for sliding windows; beside weights"
+    said = "generation: 128.0 KiB of cache a token in bfloat16 and 1.5 MiB a row for windows and states; beside weights"
     assert [line for line in lines if line.startswith(said)] == ([] if cache is None else lines[-1:])
     assert content["cache"] == (None if cache is None else cache._asdict())
 

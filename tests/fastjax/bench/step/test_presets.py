@@ -26,6 +26,8 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "gpt-oss-20b": 20_914_757_184,
+    "qwen3.5-9b": 8_953_803_264,  # the text model, as published in GGUF
+    "qwen3.5-35b-a3b": 34_660_610_688,
 }
 
 

@@ -1,0 +1,251 @@
+"""Gated DeltaNet: a linear attention with one matrix of state a head (Yang et al., arXiv 2412.06464).
+
+A short convolution over queries, keys and values comes before the recurrence, a normalisation with an output gate
+behind it. Both stop at documents. In generation a layer keeps the matrices, and the last inputs of the convolution.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from convert.model import layers
+from fastjax.errors import ConfigError
+from fastjax.lora.norm import PreparedRows
+from fastjax.lora.params import BaseParam
+from fastjax.models.context import Context
+from fastjax.models.layer_inputs import LayerInputs
+from fastjax.models.projection import Projection
+from fastjax.parallel import BATCH, ROWS, local
+from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.glu import ACTIVATIONS, glu
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.short_conv import short_conv
+
+#: Added to a query's or key's sum of squares before its root.
+_EPS = 1e-6
+
+
+class DeltaState(NamedTuple):
+    """The state of Gated DeltaNet.
+
+    Attributes:
+        matrices: of each value head, float32.
+        inputs: the convolution's last inputs, the newest last.
+    """
+
+    matrices: Float[Array, "L B G P U"]
+    inputs: Float[Array, "L B T C"]
+
+    AXES = (("layers", "batch", "heads", "head_dim", "head_dim"), ("layers", "batch", "taps", "channels"))
+
+
+class Weight(nnx.Module):
+    """An array of the recurrence.
+
+    Attributes:
+        weight: the array.
+    """
+
+    def __init__(self, weight: Array):
+        self.weight = BaseParam(weight)
+
+
+class GatedDelta(nnx.Module):
+    """Gated DeltaNet.
+
+    Attributes:
+        settings: its heads and sizes.
+        qkvz: projection of the input to queries, keys, values and output gates.
+        ba: its projection to updates and decays.
+        out: projection to the output.
+        conv1d: weights of the convolution, [channels, 1, taps].
+        dt_bias: added to the decays' input, [G].
+        A_log: logarithm of the decays' factor, [G].
+        norm: scale of the output's normalisation, [U].
+        eps: added to its mean square.
+        float32: as in `Mixer`.
+        across: as in `Mixer`.
+    """
+
+    def __init__(self, settings: layers.GatedDelta, inputs: LayerInputs):
+        block = settings.block
+        own = inputs.weights[block]
+        self.settings, self.float32 = settings, block in inputs.float32
+        self.across: str | None = None
+        self.qkvz, self.ba, self.out = (inputs.projection(f"{block}.{name}") for name in ("qkvz", "ba", "out"))
+        self.conv1d, self.norm = Weight(own["conv1d"]["weight"]), Weight(own["norm"]["weight"])
+        self.dt_bias, self.A_log = Weight(own["dt_bias"]["weight"]), Weight(own["A_log"]["weight"])
+        self.eps = inputs.config.norm_eps if settings.norm_eps is None else settings.norm_eps
+
+    @property
+    def inner(self) -> tuple[Projection, ...]:
+        """The projections of its input."""
+        return (self.qkvz, self.ba)
+
+    @property
+    def outer(self) -> tuple[Projection, ...]:
+        """The projections to its output."""
+        return (self.out,)
+
+    def united(self, dtype: jnp.dtype) -> Projection | None:
+        """None: two projections read its input."""
+        return None
+
+    @jax.named_scope("gated_delta")
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        context: Context,
+        key: PRNGKeyArray | None,
+        residual: Float[Array, "B S E"] | None = None,
+        prepared: PreparedRows | None = None,
+    ) -> Float[Array, "B S E"]:
+        """The output for whole rows, as `Mixer.__call__`."""
+        if self.across is not None:
+            raise ConfigError(f"parallel.{self.across}: expected 1 with layers of {self.settings.block}, got more")
+        documents = None
+        if context.segment_ranges is not None:
+            documents = _documents(context.segment_ranges.k_start, context.segment_ranges.k_end)
+        mixed, gates, updates = self._projected(x, key)
+        mixed, _ = self._mixed(mixed, updates, documents, None)
+        return self._out(mixed, gates, x.dtype, key, residual)
+
+    def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> DeltaState:
+        """The state before the first token."""
+        its = self.settings
+        matrices = (layers, batch, its.value_heads, its.key_dim, its.value_dim)
+        inputs = (layers, batch, its.taps - 1, its.sizes["2J*P+G*U"])
+        dtype = jnp.dtype(jnp.float32) if self.float32 else dtype
+        return DeltaState(jnp.zeros(matrices, jnp.float32), jnp.zeros(inputs, dtype))
+
+    @jax.named_scope("gated_delta")
+    def step(
+        self,
+        x: Float[Array, "B S E"],
+        state: DeltaState,
+        context: Context,
+        residual: Float[Array, "B S E"] | None = None,
+        prepared: PreparedRows | None = None,
+    ) -> tuple[Float[Array, "B S E"], DeltaState]:
+        """The output for new tokens, as `Mixer.step`; of one document a row, with padding behind its tokens."""
+        slots = context.slots
+        assert slots is not None and context.segment_ranges is None, "new tokens of one document go on a row"
+        own = DeltaState(*(leaf[slots.layer] for leaf in state))
+        mixed, gates, updates = self._projected(x, None)
+        mixed, own = self._mixed(mixed, updates, slots.tokens, own)
+        state = DeltaState(*(leaf.at[slots.layer].set(new) for leaf, new in zip(state, own, strict=True)))
+        return self._out(mixed, gates, x.dtype, None, residual), state
+
+    def _projected(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> tuple[Array, Array, tuple[Array, ...]]:
+        """Queries, keys and values side by side, the gates of the output, and the inputs of update and decay."""
+        its = self.settings
+        x = x.astype(jnp.float32) if self.float32 else x
+        if not its.interleaved:
+            *mixed, gates = self.qkvz(x, key)
+            return jnp.concatenate(mixed, axis=-1) if len(mixed) > 1 else mixed[0], gates, self.ba(x, key)
+        (whole,), (pairs,) = self.qkvz(x, key), self.ba(x, key)
+        values = its.value_heads // its.key_heads * its.value_dim
+        ends = [its.key_dim, 2 * its.key_dim, 2 * its.key_dim + values]
+        *mixed, gates = _by_key_heads(whole, its.key_heads, ends)
+        update, decay = _by_key_heads(pairs, its.key_heads, [its.value_heads // its.key_heads])
+        return jnp.concatenate(mixed, axis=-1), gates, (update, decay)
+
+    def _mixed(
+        self,
+        mixed: Float[Array, "B S C"],
+        updates: tuple[Array, ...],
+        documents: Int[Array, "B S"] | None,
+        state: DeltaState | None,
+    ) -> tuple[Float[Array, "B S G U"], Any]:
+        """The recurrence's output, and the state behind the tokens if there is one before them.
+
+        Args:
+            mixed: queries, keys and values side by side.
+            updates: inputs of update and decay, [B, S, G] each.
+            documents: number of each token's document, 0 of padding; None: a row is one.
+            state: of one layer; None: nothing came before.
+        """
+
+        def mix(mixed, update, decay, documents, state, weights):
+            taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
+            before, ids = (None, documents) if state is None else (state, None)
+            silu = self.settings.activation == "silu"
+            options = {"activation": "silu" if silu else None, "segment_ids": ids}
+            heads = short_conv(mixed, taps[:, 0], **options, before=None if before is None else before.inputs)
+            if not silu:
+                heads = ACTIVATIONS[self.settings.activation](heads.astype(jnp.float32)).astype(heads.dtype)
+            beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
+            rate = -jnp.exp(log)[None, None] * jax.nn.softplus(decay.astype(jnp.float32) + bias[None, None])
+            options = {"scale": self.settings.key_dim**-0.5, "segment_ids": ids}
+            if before is None:
+                return gated_delta(*self._heads(heads), rate, beta, **options)[0], None
+            real = documents[:, :, None] != 0  # the state stays as it is behind the last token
+            rate, beta = jnp.where(real, rate, 0.0), jnp.where(real, beta, 0.0)
+            out, matrices = gated_delta(*self._heads(heads), rate, beta, **options, state=before.matrices)
+            return out, DeltaState(matrices, _last_inputs(before.inputs, mixed, documents))
+
+        weights = tuple(each.weight[...] for each in (self.conv1d, self.dt_bias, self.A_log))
+        island = local(mix, in_specs=(ROWS, ROWS, ROWS, P(BATCH), P(BATCH), P()), out_specs=(ROWS, P(BATCH)))
+        return island(mixed, *updates, documents, state, weights)
+
+    def _heads(self, heads: Float[Array, "B S C"]) -> tuple[Float[Array, "B S J P"], Array, Float[Array, "B S G U"]]:
+        """Queries and keys of unit length, and values, by head."""
+        its, rows = self.settings, heads.shape[:2]
+        keys = its.key_heads * its.key_dim
+        q, k, v = jnp.split(heads, [keys, 2 * keys], axis=-1)
+
+        def unit(x: Array) -> Array:
+            size = its.key_dim  # x / √(sum of squares + ε), with one rounding
+            weight = jnp.zeros(size, jnp.float32)
+            return rms_norm(x.reshape(*rows, -1, size), weight, eps=_EPS / size, offset=size**-0.5)
+
+        return unit(q), unit(k), v.reshape(*rows, its.value_heads, its.value_dim)
+
+    def _out(
+        self,
+        mixed: Float[Array, "B S G U"],
+        gates: Float[Array, "B S N"],
+        dtype: jnp.dtype,
+        key: PRNGKeyArray | None,
+        residual: Array | None,
+    ) -> Float[Array, "B S E"]:
+        """The projection of the normalised and gated output, added to the residual stream where there is one."""
+        normed = rms_norm(mixed, self.norm.weight[...], eps=self.eps)
+        out = glu(gates.reshape(mixed.shape), normed.astype(gates.dtype), activation="silu")
+        out = out.reshape(*out.shape[:2], -1)
+        if residual is None or set(self.out.dtypes(out.dtype)) == {residual.dtype}:
+            (out,) = self.out(out, key, residual=residual)
+            return out.astype(dtype)
+        (out,) = self.out(out, key)
+        return residual + out.astype(dtype)
+
+
+def _by_key_heads(x: Float[Array, "B S N"], heads: int, ends: list[int]) -> list[Float[Array, "B S M"]]:
+    """Parts of each key head's features, of all heads side by side."""
+    parts = jnp.split(x.reshape(*x.shape[:2], heads, -1), ends, axis=-1)
+    return [part.reshape(*x.shape[:2], -1) for part in parts]
+
+
+def _documents(start: Int[Array, "B S"], end: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """A number of each token's document from the places where it starts and ends, 0 of padding."""
+    return jnp.where(end > start, start + 1, 0)
+
+
+def _last_inputs(
+    before: Float[Array, "B T C"], new: Float[Array, "B S C"], tokens: Int[Array, "B S"]
+) -> Float[Array, "B T C"]:
+    """The last T inputs, of those before and the new ones, with padding behind them.
+
+    Args:
+        before: the last ones before.
+        new: the new ones.
+        tokens: 0 of padding.
+    """
+    every = jnp.concatenate([before, new.astype(before.dtype)], axis=1)
+    count = jnp.sum(tokens != 0, axis=1, dtype=jnp.int32)
+    places = count[:, None] + jnp.arange(before.shape[1], dtype=jnp.int32)[None]
+    return jnp.take_along_axis(every, places[:, :, None], axis=1)
