@@ -186,8 +186,9 @@ def fill_table(
         if not layered:
             specs += [row.spec(None, sizes) for row in members]
         for number, layer in enumerate(layers if layered else ()):
-            blocks = ("", "mlp", layer.mixer.block)
-            mine = (row for row in members if row.path.block.partition(".")[0] in blocks)
+            mine = (
+                row for row in members if row.path.block.startswith(("mlp", layer.mixer.block)) or not row.path.block
+            )
             here = (row for row in mine if row.ffn in (None, layer.ffn))
             specs += [row.spec(number, sizes | layer.mixer.sizes) for row in here]
     return tuple(specs)
