@@ -2,16 +2,17 @@
 
 The implementations, in order of preference:
 
-- ``xla``: every device; by chunks, in one scan over them.
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, bfloat16 and float16, heads of 64 or 128;
+- ``xla``: everything else.
 """
 
 import jax.numpy as jnp
 from jax import Array as JaxArray
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, Registry
-from pallas_kernels.gated_delta import reference, xla
-from pallas_kernels.gated_delta.chunks import Chunks, chunks_of, padded, wide
+from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
+from pallas_kernels.gated_delta import reference, triton, triton_backward, xla
+from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
 from pallas_kernels.transformations import custom_vjp, number, with_automatic_axes
 
 
@@ -42,7 +43,7 @@ def gated_delta(
         scale: factor of the output.
         segment_ids: int32, the documents of each row, each in one piece; None: a row is one.
         state: float32, of the tokens before the row's first, which belong to its document; None: there are none.
-        implementation: None or "xla".
+        implementation: None, "triton" or "xla".
 
     Returns:
         The output in v's dtype, and the float32 state after the last token. Differentiable in all but segment_ids;
@@ -56,7 +57,8 @@ def gated_delta(
     scale = number("gated_delta", "scale", scale)
     if v.shape[1] == 1 and implementation is None:
         return reference.gated_delta(q, k, v, decay, beta, scale=scale, segment_ids=segment_ids, state=state)
-    chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(k.shape[-1], v.shape[-1]))
+    states = v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * -(-v.shape[1] // CHUNK)
+    chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(k.shape[-1], v.shape[-1]), states=states)
     precise = wide(v.dtype)
     if state is None:
         state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), precise)
@@ -69,10 +71,22 @@ def gated_delta(
     return out[:, : v.shape[1]], after
 
 
+def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> str | None:
+    if any(size not in (64, 128) for size in sizes):
+        return f"it takes heads of 64 or 128, not of {sizes[0]} and {sizes[1]}"
+    if states >= 2**31:
+        return f"its offsets are of 32 bits, and the states before all chunks have {states} numbers"
+    return None
+
+
 #: forward(q, k, v, chunks, state, scale) -> (output, state after the last token, inverses)
 #: backward(q, k, v, chunks, state, inverses, gradient of the output, of the state after, scale)
 #: -> gradients of (q, k, v, decay [B, H, S], beta [B, H, S], state)
-REGISTRY = Registry("gated_delta", {"xla": Implementation(xla.forward, xla.backward)})
+REGISTRY = triton_or_xla(
+    "gated_delta",
+    Implementation(triton.forward, triton_backward.backward, dtypes=HALF, why_not=_why_not_triton),
+    Implementation(xla.forward, xla.backward),
+)
 
 
 @custom_vjp(nondiff_argnums=(7, 8))

@@ -44,6 +44,35 @@ def wide(dtype: DTypeLike) -> DTypeLike:
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
+class Factors(NamedTuple):
+    """Factors of what passes between a token and the states around its chunk.
+
+    Attributes:
+        entering: [B, H, N, C], of what the state before the chunk gives to a token.
+        leaving: [B, H, N, C], of what a token gives to the state after it.
+        passing: [B, H, N], of the state.
+    """
+
+    entering: Array
+    leaving: Array
+    passing: Array
+
+
+def factors(chunks: Chunks, chunk: int = CHUNK) -> Factors:
+    """The factors of whole rows, from sums of decays that are no differences of sums."""
+    batch, heads, length = chunks.decay.shape
+    decay = chunks.decay.reshape(batch, heads, length // chunk, chunk)
+    documents = chunks.documents.reshape(batch, 1, length // chunk, chunk)
+    entering = jnp.where(documents == chunks.before[:, None, :, None], jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
+    leaving = jnp.where(documents == documents[..., -1:], jnp.exp(sums_before(decay[..., ::-1])[..., ::-1]), 0)
+    return Factors(entering, leaving, entering[..., -1])
+
+
+def sums_before(array: Array) -> Array:
+    """The sum of those before each one, along the last axis."""
+    return jnp.cumsum(jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((1, 0),))[..., :-1], axis=-1)
+
+
 def padded(arrays: tuple[Array, ...], chunk: int = CHUNK) -> tuple[Array, ...]:
     """Arrays [B, S, ...] with zeros up to whole chunks: such tokens leave the state as it is.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, wide
+from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, factors, sums_before, wide
 
 
 class _Tokens(NamedTuple):
@@ -124,7 +124,7 @@ def _chunk_backward(
     ddecay = ddecay + _product(
         "te,bkge->bkgt", _from(state.dtype), jnp.sum(from_state * wide_q, axis=-1) + one.beta * seen
     )
-    ddecay = ddecay + _before(left)
+    ddecay = ddecay + sums_before(left)
     return before, (dq, dk, one.beta[..., None] * dright, ddecay, dbeta)
 
 
@@ -136,12 +136,13 @@ def _tokens(q: Array, k: Array, v: Array, chunks: Chunks) -> _Tokens:
     def by_head(array: Array) -> Array:  # [B, H, S] -> [B, N, K, G, C]
         return jnp.moveaxis(array.reshape(batch, heads, array.shape[1] // heads, count, CHUNK), 3, 1)
 
+    def of_chunks(array: Array) -> Array:  # [B, H, N, ...] -> [B, N, K, G, ...]
+        split = array.reshape(batch, heads, array.shape[1] // heads, *array.shape[2:])
+        return jnp.moveaxis(split, 3, 1)
+
+    entering, leaving, passing = (of_chunks(array) for array in factors(chunks))
     decay, beta = by_head(chunks.decay), by_head(chunks.beta)
     documents = chunks.documents.reshape(batch, count, 1, 1, CHUNK)
-    before, last = chunks.before.reshape(batch, count, 1, 1, 1), documents[..., -1:]
-    own = documents == last
-    entering = jnp.where(documents == before, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
-    leaving = jnp.where(own, jnp.exp(_before(decay[..., ::-1])[..., ::-1]), 0)
     # Sums of the decays between two tokens, not differences of sums, which would be of fewer digits.
     between = _product(
         "te,bnkgtc->bnkgec", _from(decay.dtype), _below(jnp.broadcast_to(decay[..., None], (*decay.shape, CHUNK)))
@@ -149,7 +150,7 @@ def _tokens(q: Array, k: Array, v: Array, chunks: Chunks) -> _Tokens:
     place = jnp.arange(CHUNK)
     seen = (place[:, None] >= place[None])[None, None, None, None] & (documents[..., None] == documents[..., None, :])
     pairs = jnp.where(seen, jnp.exp(between), 0)
-    return _Tokens(q, k, _split(v, heads), beta, entering, leaving, entering[..., -1], pairs)
+    return _Tokens(q, k, _split(v, heads), beta, entering, leaving, passing, pairs)
 
 
 def _triangle(tokens: _Tokens) -> Array:
@@ -167,11 +168,6 @@ def _below(pairs: Array) -> Array:
 def _from(dtype: DTypeLike) -> Array:
     """[C, C]: 1 where the second token is the first or comes after it."""
     return jnp.triu(jnp.ones((CHUNK, CHUNK), dtype))
-
-
-def _before(array: Array) -> Array:
-    """The sum of those before each one, along the last axis."""
-    return jnp.cumsum(jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((1, 0),))[..., :-1], axis=-1)
 
 
 def _inverse(triangle: Array) -> Array:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta import gated_delta, reference
+from pallas_kernels.gated_delta import gated_delta, reference, triton, triton_backward, xla
+from pallas_kernels.gated_delta.chunks import CHUNK, chunks_of
+from tests.support.aot import AOT, needs_cuda_plugin
 
 NAMES = ("q", "k", "v", "decay", "beta", "state")
 
@@ -79,6 +81,59 @@ def test_half_precision():
     operands, ids = inputs(192, size=32, value_size=32)
     operands |= {name: np.asarray(jnp.asarray(operands[name], jnp.bfloat16), np.float64) for name in ("q", "k", "v")}
     compare(operands, ids, jnp.bfloat16, 1.5e-2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_as_in_xla(packed):
+    """Interpreted in float32; ten chunks are more than the parts that documents may start."""
+    operands, ids = inputs(640, key_heads=1, heads=2, size=64, value_size=64)
+    given = {name: jnp.asarray(array, jnp.float32) for name, array in operands.items()}
+    chunks = chunks_of(given["decay"], given["beta"], jnp.asarray(ids) if packed else None)
+    assert (np.diff(triton.parts(chunks), axis=1) > 0).sum() > 2 if packed else True
+    arrays = (given["q"], given["k"], given["v"], chunks, given["state"])
+    expected = xla.forward(*arrays, 0.3)
+    found = triton.forward(*arrays, 0.3, interpret=True)
+    rng = np.random.default_rng()
+    gradients = [jnp.asarray(rng.normal(size=array.shape), jnp.float32) for array in expected[:2]]
+    expected += xla.backward(*arrays, expected[2], *gradients, 0.3)
+    found += triton_backward.backward(*arrays, found[2], *gradients, 0.3, interpret=True)
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def test_parts_begin_where_documents_do():
+    for count in (1, 3, 8, 21):
+        ids = jnp.asarray(np.sort(np.random.default_rng().integers(1, 9, (4, count * CHUNK)), axis=1), jnp.int32)
+        chunks = chunks_of(jnp.zeros((*ids.shape, 1)), jnp.zeros((*ids.shape, 1)), ids)
+        bounds = np.asarray(triton.parts(chunks))
+        assert (bounds[:, 0] == 0).all() and (bounds[:, -1] == count).all() and (np.diff(bounds) >= 0).all()
+        for row, inner in enumerate(bounds[:, 1:-1]):
+            for chunk in inner[inner < count]:
+                assert chunk > 0 and ids[row, chunk * CHUNK - 1] != ids[row, chunk * CHUNK + CHUNK - 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("sizes", "key_heads", "decay"), [(128, 2, 0.1), (128, 4, 10.0), (64, 1, 1e-3)])
+def test_on_the_card(sizes, key_heads, decay, packed):
+    operands, ids = inputs(1000, key_heads=key_heads, size=sizes, value_size=sizes, decay=decay)
+    operands |= {name: np.asarray(jnp.asarray(operands[name], jnp.bfloat16), np.float64) for name in ("q", "k", "v")}
+    compare(operands, ids if packed else None, jnp.bfloat16, 1.5e-2, implementation="triton")
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.exhaustive("128-4090")
+@pytest.mark.parametrize("card", ["4090", "a100-80", "h200"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_it_fits_the_card(size, card):
+    aot = AOT(card)
+    shapes = [(1, 512, 2, size, jnp.bfloat16)] * 2 + [(1, 512, 4, size, jnp.bfloat16)] + [(1, 512, 4, jnp.float32)] * 2
+
+    def loss(*operands):
+        return jnp.sum(gated_delta(*operands, scale=1.0, implementation="triton")[0].astype(jnp.float32))
+
+    aot.compile(jax.grad(loss, argnums=tuple(range(5))), *(aot.spec(shape[:-1], shape[-1]) for shape in shapes))
 
 
 def test_rows_in_pieces_go_on_from_the_state():
