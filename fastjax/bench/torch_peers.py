@@ -90,6 +90,38 @@ def grouped_products(shape: Shape, dtype: str, group_sizes: np.ndarray) -> dict[
     return {name: timed(call) for name, call in calls.items()}
 
 
+def gated_delta(shape: tuple[int, int, int, int, int], dtype: str, documents: int, gradients: bool) -> dict[str, Timed]:
+    """flash-linear-attention's gated delta rule, by chunks.
+
+    Args:
+        shape: rows, tokens, heads of keys, heads of values, and their size.
+        dtype: of queries, keys and values.
+        documents: equal ones of a row; more than one are of one row.
+        gradients: whether with the gradients of all operands.
+    """
+    torch, module = _torch("fla"), import_module("fla.ops.gated_delta_rule")
+    rows, length, key_heads, heads, size = shape
+    if torch is None or module is None or (documents > 1 and rows > 1):
+        return {}
+
+    def run(rounds: int) -> list[float]:
+        kind, sizes = getattr(torch, dtype), (key_heads, key_heads, heads, heads)
+        arrays = [torch.randn(rows, length, count, size, device="cuda") for count in sizes]
+        q, k = (torch.nn.functional.normalize(array, dim=-1) for array in arrays[:2])
+        gates = [torch.randn(rows, length, heads, device="cuda") for _ in range(2)]
+        operands = [*(array.to(kind) for array in (q, k, arrays[2])), -torch.exp(2 * gates[0] - 2), gates[1].sigmoid()]
+        operands, dout = [array.requires_grad_(gradients) for array in operands], arrays[3].to(kind)
+        ends = torch.arange(documents + 1, device="cuda") * (length // documents) if documents > 1 else None
+
+        def call():
+            out, _ = module.chunk_gated_delta_rule(*operands, scale=size**-0.5, cu_seqlens=ends)
+            return torch.autograd.grad(out, operands, dout) if gradients else out
+
+        return time_calls(torch, [call], rounds)
+
+    return {"flash-linear-attention": run}
+
+
 def import_module(name: str) -> Any:
     """A module, or None where it is missing or cannot be imported here."""
     with warnings.catch_warnings():

@@ -13,6 +13,7 @@ TABLES = {
     "nf4": "decoding NF4 weights, and multiplying by them, beside bitsandbytes and Unsloth",
     "lora": "a gated block with adapters, beside the same block frozen",
     "loss": "the head and its loss, beside the two matrix products alone",
+    "gated_delta": "the gated delta rule, beside flash-linear-attention's",
     "moe": "mixtures of experts: products over groups beside torch's, 4-bit experts, the whole block",
 }
 

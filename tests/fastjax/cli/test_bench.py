@@ -39,6 +39,18 @@ def test_loss(tmp_path, capsys):
     assert "--chunks: expected parts of 2×64 tokens, all rows in each, got 48" in capsys.readouterr().err
 
 
+def test_gated_delta(tmp_path, capsys):
+    output = tmp_path / "delta.json"
+    size = ["--tokens", "1", "128", "--heads", "1", "2", "--size", "16", "--dtype", "float32"]
+    assert main(["bench", "gated_delta", *size, "--documents", "2", "--rounds", "2", "--output", str(output)]) == 0
+    assert "gated delta · 1×128, documents 2 · 1, 2 heads of 16" in capsys.readouterr().out
+    lines = json.loads(output.read_text())["results"]
+    assert [(line["direction"], line["implementation"]) for line in lines] == [("forward", "xla"), ("both", "xla")]
+    assert lines[0]["microseconds"] < lines[1]["microseconds"]
+    assert main(["bench", "gated_delta", *size, "--documents", "3"]) == 2
+    assert "--documents: expected divisors of the 128 tokens of a row, got 3" in capsys.readouterr().err
+
+
 def test_nf4(tmp_path, capsys):
     output = tmp_path / "nf4.json"
     size = ["--shape", "64", "128", "--dtypes", "float32", "--dtype", "float32", "--rows", "4"]
@@ -81,7 +93,7 @@ def test_other_arguments_are_refused(arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("what", ["attention", "nf4", "lora", "loss", "moe", "step", "generate"])
+@pytest.mark.parametrize("what", ["attention", "gated_delta", "nf4", "lora", "loss", "moe", "step", "generate"])
 def test_help_says_every_option_and_its_default(what, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", what, "--help"])
