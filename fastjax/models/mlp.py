@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from convert.model.paths import WeightPath
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Block, Operands, gated_block
 from fastjax.lora.norm import PreparedRows
 from fastjax.lora.params import BaseParam, Constant
 from fastjax.models.layer_inputs import LayerInputs
+from fastjax.models.layout import array_at
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import ACTIVATIONS, glu
@@ -183,6 +185,6 @@ def build_mlp(inputs: LayerInputs, block: str) -> MLP:
         block: "mlp" or "mlp.shared_expert".
     """
     config, gate_up, down = inputs.config, inputs.projection(f"{block}.gate_up"), inputs.projection(f"{block}.down")
-    numbers = inputs.weights[block].get("act_fn")
+    numbers = array_at(inputs.weights, WeightPath.parse(block)).get("act_fn")
     act_fn = None if numbers is None else XIELU(numbers)
     return MLP(config.hidden_act, gate_up, down, block in inputs.float32, gated=config.gated, act_fn=act_fn)
