@@ -68,9 +68,7 @@ def make_arrays(settings: GatedDeltaSettings) -> dict[str, Array]:
     """Random operands and a cotangent of the output; queries and keys have length one, gates a wide spread."""
     (rows, length), (key_heads, heads), size = settings.tokens, settings.heads, settings.size
     draw = [jax.random.normal(key, (rows, length, heads, size)) for key in jax.random.split(jax.random.key(0), 5)]
-    unit = [
-        array[:, :, :key_heads] / jnp.linalg.norm(array[:, :, :key_heads], axis=-1, keepdims=True) for array in draw
-    ]
+    q, k = (array[:, :, :key_heads] for array in draw[:2])
     return {
         "q": (q / jnp.linalg.norm(q, axis=-1, keepdims=True)).astype(settings.dtype),
         "k": (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(settings.dtype),
