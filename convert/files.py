@@ -65,6 +65,8 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
     """
     folder = Path(folder)
     exists = folder.is_dir()
+    if folder.exists() and not exists:
+        raise NotADirectoryError(errno.ENOTDIR, "expected a folder, found a file", str(folder))
     with full_disk_names(folder), scratch_folder(folder / folder.name if exists else folder) as temporary:
         yield temporary
         files = sorted(temporary.iterdir())

@@ -1,6 +1,7 @@
 """Hints for misspelt and misplaced settings."""
 
 import difflib
+from collections.abc import Collection
 
 from convert.errors import shorten
 from fastjax.commands.reference import SECTIONS
@@ -19,7 +20,7 @@ _NAMES = {
     "lora.target_modules": ("target",),
     "model.dtype": ("bf16", "fp16"),
     "model.max_seq_length": ("max_length", "max_seq_len", "seq_len"),
-    "model.model_name": ("model", "model_name_or_path"),
+    "model.model_name": ("model", "model_name_or_path", "base_model"),
     "model.use_gradient_checkpointing": ("gradient_checkpointing",),
     "optimizer.adam_beta1": ("beta1",),
     "optimizer.adam_beta2": ("beta2",),
@@ -52,19 +53,31 @@ def unknown(key: str) -> str:
     return f"{shown}: unknown; expected one of the sections: {', '.join(SECTIONS)}"
 
 
+def of_another_tool(keys: Collection[str]) -> str | None:
+    """The tool of `config_import` whose settings the keys of a file are; None: of none, or of several.
+
+    Args:
+        keys: the outermost.
+    """
+    counts = {name: sum(mark in keys for mark in tool.marks.split()) for name, tool in TOOLS.items()}
+    best = [name for name, count in counts.items() if count and count == max(counts.values())]
+    return best[0] if len(best) == 1 else None
+
+
 def _meant(section: str, field: str) -> str | None:
     """The setting or section that an unknown one most likely stands for; None: there is none."""
-    if not section and (close := difflib.get_close_matches(field, SECTIONS, n=1, cutoff=0.75)):
-        return close[0]
     if meant := next((setting for setting, names in _NAMES.items() if field in names), None):
         return meant
     known = [f"{name}.{key}" for name, kind in SECTIONS.items() for key in hints_of(kind)]
     if elsewhere := [setting for setting in known if setting.endswith(f".{field}")]:
         return elsewhere[0]
+    names = {setting.partition(".")[2]: setting for setting in known}
+    either = () if section else [*SECTIONS, *names]
+    if close := difflib.get_close_matches(field, either, n=1, cutoff=0.75):
+        return names.get(close[0], close[0])
     keys = hints_of(SECTIONS[section]) if section in SECTIONS else ()
     if close := difflib.get_close_matches(field, keys, n=1):
         return f"{section}.{close[0]}"
     if carried := next((tool.becomes[field] for tool in TOOLS.values() if field in tool.becomes), None):
         return carried
-    names = {setting.partition(".")[2]: setting for setting in known}
     return next((names[name] for name in difflib.get_close_matches(field, names, n=1)), None)

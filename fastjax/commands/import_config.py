@@ -7,7 +7,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fastjax.commands.reference import SECTIONS
 from fastjax.commands.settings import parse_train_config, read_yaml
 from fastjax.config_import import TOOLS, Job, import_settings, tool_of
 from fastjax.errors import ConfigError
+from fastjax.options import hints_of
 from fastjax.runs.messages import say
 
 _WIDTH = 36
@@ -53,11 +53,10 @@ def written(job: Job) -> str:
     for title, keys in (("Not carried over", job.not_carried), ("Needed", job.notes)):
         if keys:
             lines += [f"# {title}:", *(f"#   {_line(key)}: {_line(why)}" for key, why in keys.items())]
-    config = job.config
+    order = [*SECTIONS, *(f"{name}.{key}" for name, section in SECTIONS.items() for key in hints_of(section))]
     sections = {
-        name: {field.name: config[name][field.name] for field in fields(section) if field.name in config[name]}
-        for name, section in SECTIONS.items()
-        if name in config
+        name: {key: keys[key] for key in sorted(keys, key=lambda key: order.index(f"{name}.{key}"))}
+        for name, keys in sorted(job.config.items(), key=lambda item: order.index(item[0]))
     }
     body = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*lines, body])

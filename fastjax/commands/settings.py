@@ -14,7 +14,7 @@ from typing import Any
 from convert.errors import shorten, shown
 from fastjax import strict_yaml
 from fastjax.commands import compilation_cache
-from fastjax.commands.hints import unknown
+from fastjax.commands.hints import of_another_tool, unknown
 from fastjax.commands.reference import SECTIONS, help_text
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_SETTINGS_BYTES
@@ -156,6 +156,11 @@ class _Given:
                 section, _, key = str(name).partition(".")
                 if section in SECTIONS and key in hints_of(SECTIONS[section]):
                     raise ConfigError(f"{where}{name}: expected {key} within the section {section}")
+                if not SECTIONS.keys() & content.keys() and (tool := of_another_tool(content)):
+                    raise ConfigError(
+                        f"{where}{name}: expected the sections {', '.join(SECTIONS)}, got {tool}'s settings; fastjax "
+                        f"import-config {self.file} makes such of them"
+                    )
                 raise ConfigError(f"{where}{unknown(str(name))}")
             if not isinstance(section, dict):
                 keys = f"expected a section with the keys {', '.join(hints_of(SECTIONS[name]))}"

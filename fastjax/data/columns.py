@@ -332,7 +332,8 @@ def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
     texts: list[Any] = [_text(part) for part in content] if isinstance(content, list) else [None]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
-    raise DataError(f"{where}: 'content' must be a string, found {describe(content)}")
+    parts = "; parts other than texts are not read" if isinstance(content, list) else ""
+    raise DataError(f"{where}: 'content' must be a string, found {describe(content)}{parts}")
 
 
 def _text(part: Any) -> Any:

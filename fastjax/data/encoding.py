@@ -17,6 +17,8 @@ Examples are encoded in chunks to flat arrays, with a few Python calls an exampl
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,9 +79,25 @@ class Encoder:
         )
         self._eos = cast(int, tokenizer.eos_token_id)
         self._bos = self._find_bos()
-        told = {} if now is None else {"strftime_now": strftime_at(now)}
-        self._variables = told | check_options(options.chat_template_kwargs or {}, "chat_template_kwargs")
+        self._told = {} if now is None else {"strftime_now": strftime_at(now)}
+        self._variables = self._told | check_options(options.chat_template_kwargs or {}, "chat_template_kwargs")
         self._template: ChatTemplate | None = None
+
+    def with_variables(self, variables: dict[str, Any]) -> "Encoder":
+        """An encoder with other variables of the chat template; the tokenizer is not read again.
+
+        Args:
+            variables: in place of the options' chat_template_kwargs.
+
+        Raises:
+            DataError: variables that are none.
+        """
+        made = copy.copy(self)
+        made.options = dataclasses.replace(self.options, chat_template_kwargs=variables)
+        made._variables = self._told | check_options(variables, "chat_template_kwargs")
+        made._template = None
+        vars(made).pop("_ends_of_turns", None)
+        return made
 
     @property
     def template(self) -> ChatTemplate:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.adapter_config import CONFIG as ADAPTER_CONFIG
@@ -159,12 +160,34 @@ def open_pretrained(
                 "the adapter by FastLanguageModel.load_adapter"
             )
         source = fetch(settings.base_model_name_or_path, settings.revision)
+    check_no_run(source.folder, "the folder of a model or an adapter", CONFIG)
     opened = open_folder(source, options)
     if folder is None:
         return opened
+    check_no_run(folder, "the folder of an adapter", ADAPTER_CONFIG)
     allow = options.allow_nonfinite
     fitting = open_fitting(folder, opened.config, opened.new_token_ids, allow_nonfinite=allow)
     return dataclasses.replace(opened, adapter=fitting)
+
+
+def check_no_run(folder: Path, kind: str, file: str) -> None:
+    """Refuse the folder of a run, or of another kind of result, for one that is to be loaded.
+
+    Args:
+        folder: that was named.
+        kind: what it should be, in words.
+        file: that such a folder has.
+
+    Raises:
+        ConfigError: it is another one; the message names its result.
+    """
+    if (folder / file).exists() or not folder.is_dir():
+        return
+    for name, config in (("adapter", ADAPTER_CONFIG), ("model", CONFIG)):
+        if (folder / name / config).is_file():
+            raise ConfigError(f"{folder}: expected {kind}, got the folder of a run, whose result is {folder / name}")
+    if (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder}: expected {kind}, got a model; FastLanguageModel.from_pretrained loads it")
 
 
 def row_length(options: LoadOptions, config: ModelConfig) -> int:

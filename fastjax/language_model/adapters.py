@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PRNGKeyArray
 
+from convert.adapter_config import CONFIG as ADAPTER_CONFIG
 from convert.adapter_config import SCORED
 from convert.adapters import AdapterConfig
 from convert.hub import fetch
@@ -20,6 +21,7 @@ from convert.trained_over import base_notes
 from fastjax.data.tokenizer import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
+from fastjax.execution.opening import check_no_run
 from fastjax.execution.places import Places
 from fastjax.execution.stacks import arrange, layer_of, plan_layers, rearrange
 from fastjax.language_model.host import (
@@ -160,6 +162,7 @@ def load_adapter(
         ConfigError: it is not for this model (every misfit named).
     """
     source = fetch(folder)
+    check_no_run(source.folder, "the folder of an adapter", ADAPTER_CONFIG)
     check_bare(model)
     opened = open_fitting(source.folder, model.config, model.new_token_ids, allow_nonfinite=allow_nonfinite)
     return add_adapter(model, opened, lora_dropout, fake_quantization=fake_quantization)
@@ -259,7 +262,10 @@ def check_bare(model: LanguageModel) -> None:
         ConfigError: it is trained whole, or has one.
     """
     if model.full_finetuning:
-        raise ConfigError("model: expected one for an adapter, got one loaded with full_finetuning=True")
+        raise ConfigError(
+            "model: expected one for an adapter, got one loaded with full_finetuning=True; train it as it is, or load "
+            "it with full_finetuning=False"
+        )
     if model.lora is not None:
         raise ConfigError(
             "model: expected one without an adapter, got one that has one, as a base has after the training of an "

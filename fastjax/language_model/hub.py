@@ -8,6 +8,8 @@ from typing import Any
 
 from convert.adapter_config import CONFIG as ADAPTER_CONFIG
 from convert.card import CARD, is_foreign, renamed
+from convert.errors import shown
+from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.language_model.saving import save_pretrained, save_pretrained_gguf, save_pretrained_merged
 
@@ -35,7 +37,7 @@ def push_to_hub(
         The address of the commit.
 
     Raises:
-        ConfigError: nothing is trained.
+        ConfigError: nothing is trained, or repo_id is no name for the hub.
         OSError: the hub's errors.
     """
     return _pushed(repo_id, lambda folder: save_pretrained(model, folder, tokenizer), token, private, commit_message)
@@ -120,8 +122,15 @@ def _pushed(
 ) -> str:
     """Upload a folder that is written for it."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"repo_id: expected organisation/name, or a name, got {shown(repo_id)}: {error}") from None
     api = HfApi(token=token or None)
+    api.create_repo(repo_id, private=private, exist_ok=True)  # before anything is written, which may take long
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / Path(repo_id).name
         write(folder)
@@ -130,7 +139,6 @@ def _pushed(
         if (folder / ADAPTER_CONFIG).is_file():  # whose base `chat` finds in a folder alone
             text = text.replace(f"fastjax chat {folder.name}\n", "")
         card.write_text(renamed(text, folder.name, repo_id), encoding="utf-8")
-        api.create_repo(repo_id, private=private, exist_ok=True)
         if api.file_exists(repo_id, CARD) and is_foreign(Path(api.hf_hub_download(repo_id, CARD))):
             print(f"note: {repo_id} has a {CARD} that is not fastjax's, which stays as it is", file=sys.stderr)
             card.unlink()

@@ -45,6 +45,8 @@ def _load_options(given: Mapping[str, Any]) -> LoadOptions:
     """Options from what Unsloth's users give: dtypes of libraries, "unsloth" for activations in the host's memory."""
     given = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
     given |= {name: dtype_name(given[name]) for name in ("dtype", "param_dtype") if name in given}
+    if given.get("full_finetuning") is True:
+        given.setdefault("load_in_4bit", False)
     if given.get("use_gradient_checkpointing") == "unsloth":
         given["use_gradient_checkpointing"] = "offload"
     return LoadOptions(**given)
@@ -89,7 +91,11 @@ class FastLanguageModel:
                 f"from_pretrained: qat_scheme: expected none without full_finetuning, got {shown(qat_scheme, 60)}; "
                 "get_peft_model has it for an adapter"
             )
-        model = load_pretrained(open_pretrained(model_name, options, revision=revision), options)
+        opened = open_pretrained(model_name, options, revision=revision)
+        if options.offload_embedding and opened.config.tie_word_embeddings:
+            print("note: offload_embedding: the head reads the table too, which stays where it is", file=sys.stderr)
+            options = dataclasses.replace(options, offload_embedding=False)
+        model = load_pretrained(opened, options)
         model = with_fake_quantization(model, *qat_scheme_of(qat_scheme)) if qat_scheme else model
         assert model.tokenizer is not None, "a folder without one was refused"
         return ModelHandle(model), model.tokenizer

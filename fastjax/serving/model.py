@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from convert.errors import shown
 from convert.generation_config import generation_settings
 from fastjax.data import Encoder
-from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation.options import GenerationOptions
@@ -57,13 +56,13 @@ class ServedModel:
         self.tokenizer = cast("PreTrainedTokenizerBase", model.tokenizer)
         self.tokens, self.vocabulary = TokenNames(self.tokenizer), model.config.vocab_size
         self.longest_token = max(map(len, self.tokenizer.get_vocab()))
-        self._special_tokens: SpecialTokens = settings.special_tokens
         folder = {} if model.folder is None else generation_settings(model.folder)
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         self.defaults |= {name: folder[name] for name in _OF_FOLDER if folder.get(name) is not None}
         if folder.get("do_sample") is False:
             self.defaults["temperature"] = 0.0
-        self._encoder = functools.lru_cache(maxsize=16)(self._made)
+        plain = cast(Encoder, Reading(special_tokens=settings.special_tokens).encoder(self.tokenizer))
+        self._encoder = functools.lru_cache(maxsize=16)(lambda text: plain.with_variables(json.loads(text)))
         self.ends = stop_tokens(model, self.encoder())
         self.replies = ReplyFormat.of(self.encoder())
 
@@ -77,10 +76,6 @@ class ServedModel:
             DataError: variables that are none.
         """
         return self._encoder(json.dumps(variables or {}, sort_keys=True))
-
-    def _made(self, variables: str) -> Encoder:
-        reading = Reading(special_tokens=self._special_tokens, chat_template_kwargs=json.loads(variables))
-        return cast(Encoder, reading.encoder(self.tokenizer))
 
     def options(
         self, sampling: Mapping[str, Any], new: int, *, stop_tokens: Sequence[int] = (), ignore_eos: bool = False

@@ -144,6 +144,8 @@ def test_what_is_uploaded_has_a_card_unless_the_repository_has_its_own(base, tmp
     model = model.replace(training=Training("| steps | 3 |", ("org/data",)))
     assert push_to_hub(model, "me/tuned", token="secret", private=True) == "commit of me/tuned"
     assert "adapter_model.safetensors" in uploaded
+    with pytest.raises(ConfigError, match="repo_id: expected organisation/name, or a name, got 'me/a b'"):
+        push_to_hub(model, "me/a b", token="secret")
     if there is None:
         card = uploaded["README.md"].decode()
         assert 'PeftModel.from_pretrained(model, "me/tuned")' in card and "--adapter me/tuned" in card

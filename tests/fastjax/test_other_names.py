@@ -25,6 +25,27 @@ def base():
     return fastjax.FastModel.from_pretrained(model_name=ASSET, max_seq_length=64, **LOADING)[0]
 
 
+def test_whole_models_and_tied_tables(capsys):
+    """Every weight is trained in 16 bits unless told otherwise; a table that is the head's too stays in its place."""
+    model, _ = FastLanguageModel.from_pretrained(ASSET, 64, full_finetuning=True)
+    assert model.options.load_in_4bit is False and model.full_finetuning
+    tied, _ = FastLanguageModel.from_pretrained(ASSET, 64, load_in_4bit=False, offload_embedding=True)
+    assert not tied.options.offload_embedding
+    assert "note: offload_embedding: the head reads the table too" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="got one loaded with full_finetuning=True; train it as it is"):
+        FastLanguageModel.get_peft_model(model)
+
+
+def test_folders_of_runs_name_their_result(base, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for load in (FastLanguageModel.from_pretrained, lambda name: FastLanguageModel.load_adapter(base, name)):
+        with pytest.raises(ConfigError, match=f"got the folder of a run, whose result is {tmp_path / 'adapter'}"):
+            load(tmp_path)
+    with pytest.raises(ConfigError, match="expected the folder of an adapter, got a model"):
+        FastLanguageModel.load_adapter(base, ASSET)
+
+
 def test_names_at_the_values_that_notebooks_give(base):
     assert base.options.load_in_4bit is False and base.dtype == np.float32
     assert fastjax.FastQwen2Model.get_peft_model(base, r=4, **ADAPTER).lora.r == 4
@@ -55,6 +76,7 @@ def test_values_that_ask_for_something_else_are_refused(names, message):
             "finetune_mlp_modules: expected true, got False; use target_mod.*q_proj",
         ),
         ({"task_type": "SEQ_CLS"}, "task_type: expected CAUSAL_LM, got 'SEQ_CLS'; use with_score_head"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules: expected none, .*; use target_modules"),
         ({"qat_scheme": "cactus"}, "qat_scheme: expected one of int4, .*, got 'cactus'"),
     ],
 )

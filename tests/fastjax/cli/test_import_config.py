@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from fastjax.cli import main
+from fastjax.commands.import_config import written
+from fastjax.config_import import TOOLS, Job
 from tests.support.folders import read_adapter
 from tests.support.other_runs import RUNS
 from tests.support.other_tools import (
@@ -66,6 +68,16 @@ def test_axolotl(imported, tmp_path):
     everywhere = [key for keys in shown.values() for key in keys]
     missing = {key for key in given if inside.get(key, key) not in everywhere}  # nothing is dropped in silence
     assert missing == {"plugins"} and "plugins: liger.LigerPlugin" in out
+
+
+def test_no_setting_is_left_out_of_the_file(tmp_path):
+    job = Job(TOOLS["axolotl"], tmp_path / "qlora.yml", {})
+    job.carry("a", "training.seed", 3)
+    job.carry("b", "model.model_name", "m")
+    assert written(job).endswith("model:\n  model_name: m\ntraining:\n  seed: 3\n")
+    job.carry("c", "lora.no_such_key", 1)
+    with pytest.raises(ValueError, match="lora.no_such_key"):
+        written(job)
 
 
 def test_llama_factory(imported):

@@ -117,7 +117,12 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
         ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, parallel, "
          "preferences, got ['a']"),
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
-        ("train: {}\n", "{file}:1: train: unknown; did you mean training? `fastjax train --help` lists all settings"),
+        ("train: {}\n", "{file}:1: train: unknown; did you mean data.train? `fastjax train --help` lists all settings"),
+        ("output_dir: o\n",
+         "{file}:1: output_dir: unknown; did you mean output.output_dir? `fastjax train --help` lists all settings"),
+        ("base_model: m\ndatasets: []\n", "{file}:1: base_model: expected the sections model, data, output, lora, "
+         "optimizer, training, parallel, preferences, got axolotl's settings; fastjax import-config {file} makes such "
+         "of them"),
         ("model: llama\n", "{file}:1: model: expected a section with the keys model_name, max_seq_length, dtype, "
          "param_dtype, float32_modules, load_in_4bit, base_compute, full_finetuning, unfrozen_parameters, new_tokens, "
          "special_tokens_map, rope_scaling, use_gradient_checkpointing, offload_embedding, offload_layers, mlp_chunk, "

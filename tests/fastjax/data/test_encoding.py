@@ -475,3 +475,12 @@ def test_variables_reach_the_template(make_tokenizer):
         ConfigError, match="^chat_template_kwargs: expected variables .* got mod, which .*; .*, mood do$"
     ):
         _ = Encoder(tokenizer, uncached(chat_template_kwargs={"mod": "calm"})).template
+
+
+def test_variables_of_a_conversation_read_no_tokenizer_again(make_tokenizer):
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}")
+    plain = Encoder(tokenizer, uncached(special_tokens="text"))
+    happy = plain.with_variables({"mood": "世"})
+    fresh = Encoder(tokenizer, uncached(special_tokens="text", chat_template_kwargs={"mood": "世"}))
+    assert happy.encode_prompt(CHAT[:1]) == fresh.encode_prompt(CHAT[:1]) != plain.encode_prompt(CHAT[:1])
+    assert happy._backend is plain._backend and happy.stop_tokens() == fresh.stop_tokens()
