@@ -24,6 +24,7 @@ from convert.families.llama import LLAMA
 from convert.families.ministral import MINISTRAL
 from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
+from convert.families.mistral3 import MISTRAL3
 from convert.families.mixtral import MIXTRAL
 from convert.families.nemotron import NEMOTRON
 from convert.families.olmo2 import OLMO2
@@ -49,7 +50,7 @@ FAMILIES: dict[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
-        *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI),
+        *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
         *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT),
     )
@@ -67,11 +68,11 @@ def family_for(config: Mapping[str, Any], file: str | os.PathLike[str] = "config
         file: Its path, for the message.
 
     Raises:
-        ConvertError: An unknown model_type; the message lists the known ones.
+        ConvertError: An unknown model_type, or one of the text model; the message lists the known ones.
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ConvertError(f"{file}: model_type: {model_type} models cannot be read: {REFUSED[model_type]}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unexpected(file, "model_type", f"one of {', '.join(FAMILIES)}", model_type)
-    return FAMILIES[model_type]
+    return FAMILIES[model_type].with_text(config, file)

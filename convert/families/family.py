@@ -73,6 +73,7 @@ IGNORED = (
 )
 
 
+_TIED = "tie_word_embeddings"
 _MERGED = ".experts.gate_up_proj"
 #: Before the names of a text model's modules inside another model, in versions of transformers.
 _INSIDE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
@@ -114,6 +115,8 @@ class Family:
             there is none.
         beside: Modules outside the text model, by their names in transformers.
         others: The same family under other names in files, from other versions of the libraries.
+        texts: ``model_type`` of the text model -> the family with that one, where there are several; the first is that
+            of a config.json that names none.
     """
 
     model_type: str
@@ -138,6 +141,7 @@ class Family:
     classifier: str | None = ""
     beside: tuple[str, ...] = ()
     others: "tuple[Family, ...]" = ()
+    texts: "Mapping[str, Family]" = dataclasses.field(default_factory=dict)
 
     def name(self, field: str) -> str:
         """A field's name in config.json."""
@@ -217,7 +221,7 @@ class Family:
         return dataclasses.replace(self, mixture=dataclasses.replace(self.mixture, layout=MERGED, block="mlp"))
 
     def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
-        """The fields of the text model.
+        """The fields of the text model; of two words on whether its head is tied transformers takes the outer one.
 
         Raises:
             ConvertError: The section is missing.
@@ -227,7 +231,20 @@ class Family:
         inner = config.get(self.section)
         if not isinstance(inner, dict):
             raise unexpected(str(file), self.section, "an object with the fields of the text model", inner)
-        return inner
+        return inner if config.get(_TIED) is None else {**inner, _TIED: config[_TIED]}
+
+    def with_text(self, config: Config, file: str | os.PathLike[str] = "config.json") -> "Family":
+        """The family of `texts` that a config.json is of, or this one where it has none.
+
+        Raises:
+            ConvertError: The text model's type is none of these.
+        """
+        if not self.texts:
+            return self
+        kind = self.text_config(config, file).get("model_type", next(iter(self.texts)))
+        if not isinstance(kind, str) or kind not in self.texts:
+            raise unexpected(str(file), f"{self.section}.model_type", f"one of {', '.join(self.texts)}", kind)
+        return self.texts[kind]
 
     def reader(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Reader:
         """Look-ups in the text model's fields, with the family's defaults."""

@@ -1,12 +1,14 @@
 """Gemma 3: Gemma 2 with normalised queries and keys, rotary positions by layer type, and an optional vision tower."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family, Ignored, nested
+from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gemma2 import CONSTANTS, query_scale
 from convert.families.gguf import Architecture
+from convert.families.vision_tower import beside_a_tower
 from convert.families.windows import windows
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes
@@ -48,24 +50,5 @@ GEMMA3_TEXT = Family(
     gguf=Architecture("GEMMA3", activation=TANH, norm_shift=1.0, period=6, wide=62, query_scale=True),
 )
 
-
-def _with_vision_tower(starts: dict[str, str], beside: str, others: tuple[Family, ...] = ()) -> Family:
-    """Gemma 3 as `Gemma3ForConditionalGeneration`, with a checkpoint's names of its parts."""
-    reason = "of the vision tower; only text is trained"
-    names = (rf"{beside}vision_tower\..*", rf"{beside}multi_modal_projector\..*")
-    return nested(
-        GEMMA3_TEXT,
-        model_type="gemma3",
-        starts=starts,
-        modules={"model.": "model.language_model."},
-        ignored=tuple(Ignored(name, reason, copied=True) for name in names),
-        beside=("model.multi_modal_projector", "model.vision_tower"),
-        others=others,
-    )
-
-
-#: Names of transformers' classes since 4.52; files on the Hub keep the earlier ones.
-_BY_CLASS = _with_vision_tower({"model.": "model.language_model.", "lm_head": "lm_head"}, r"model\.")
-GEMMA3 = _with_vision_tower(
-    {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}, "", others=(_BY_CLASS,)
-)
+#: transformers caps the logits of the text model by itself alone.
+GEMMA3 = beside_a_tower(dataclasses.replace(GEMMA3_TEXT, numbers={}), "gemma3")

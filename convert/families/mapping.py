@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from convert.errors import ConvertError, shorten, shown, unexpected
-from convert.families import family_for
+from convert.families import FAMILIES, family_for
 from convert.families.family import Family, is_scored, read_sizes
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.config import ModelConfig
@@ -19,7 +19,8 @@ _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, HEAD))
 #: Further fields of a config.json with a text section, about the other part.
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
-    boi_token_id eoi_token_id image_token_id video_token_id vision_start_token_id vision_end_token_id""".split()
+    boi_token_id eoi_token_id image_token_id video_token_id vision_start_token_id vision_end_token_id
+    projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size""".split()
 )
 
 
@@ -39,12 +40,6 @@ def read_config(config: Mapping[str, Any], *, where: str = "config.json") -> Mod
     if family.section is None:
         return _read(family, text, where)
     model = _read(family, text, f"{where}: {family.section}")
-    tied = config.get("tie_word_embeddings", model.tie_word_embeddings)
-    if tied != model.tie_word_embeddings:
-        raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {family.section}, got {shown(tied)}")
-    if model.final_logit_softcapping is not None:  # transformers caps the text model's logits alone
-        given = model.final_logit_softcapping
-        raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
     _check_scored(family, config, where)
     outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
@@ -52,8 +47,8 @@ def read_config(config: Mapping[str, Any], *, where: str = "config.json") -> Mod
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a parsed config."""
-    return family_for({"model_type": config.model_type})
+    """The family of a parsed config, for names; of several text models' the first."""
+    return FAMILIES[config.model_type]
 
 
 def with_score(config: ModelConfig) -> ModelConfig:

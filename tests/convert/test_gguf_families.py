@@ -57,7 +57,7 @@ MODULES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral")
+INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "smollm3", "mixtral")
 #: Matrices that stay in float32.
 EXACT = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 

@@ -45,7 +45,7 @@ CONFIGS = {
     **families.CONFIGS,
     **families.MIXTURES,
     "llama": families.LLAMA | {"head_dim": 8},
-    "gemma3": families.NESTED,
+    **families.BESIDE,
 }
 #: Where each of three families has its rotary settings.
 SPELLINGS = {

@@ -419,3 +419,28 @@ NESTED = {
     "image_token_index": 95,
     "tie_word_embeddings": False,
 }
+#: model_type -> a config.json with a text section.
+BESIDE = {
+    "gemma3": NESTED,
+    "mistral3": {
+        "model_type": "mistral3",
+        "dtype": "float32",
+        "text_config": without(CONFIGS["ministral3"], "tie_word_embeddings"),
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 12,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "image_token_index": 95,
+        "projector_hidden_act": "relu",
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+        "spatial_merge_size": 1,
+        "tie_word_embeddings": True,
+    },
+}

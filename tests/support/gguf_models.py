@@ -43,6 +43,11 @@ GEMMA3 = {
 }
 LONG, SHORT = [1.5, 3.0, 6.0, 7.0, 8.0, 9.0], [1.0, 1.2, 1.5, 1.6, 1.7, 1.8]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "long_factor": LONG, "short_factor": SHORT}
+#: Model with a text section -> fields there.
+TEXTS = {
+    "gemma3": GEMMA3 | {"model_type": "gemma3_text"},
+    "mistral3": {"model_type": "mistral", "sliding_window": None},
+}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 3, "expert_feed_forward_length": 32}
 #: model_type -> fields of config.json, architecture, keys under it.
@@ -79,6 +84,7 @@ FAMILY_CASES = {
             "rope.scaling.factor": 8.0,
         },
     ),
+    "mistral3": ({}, "llama", {"rope.freq_base": 1e4}),
     "gemma3": ({}, "gemma3", {"attention.sliding_window": 24, "rope.freq_base": 900.0}),
     "phi3": (
         {
@@ -158,8 +164,8 @@ FAMILY_CASES = {
 
 def config_of(kind, **changes):
     fields, changes = copy.deepcopy((FAMILY_CASES[kind][0], changes))  # transformers modifies its argument
-    if kind == "gemma3":
-        return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
+    if kind in TEXTS:
+        return {"model_type": kind, "text_config": SIZES | TEXTS[kind] | changes}
     config = SIZES | {"model_type": kind} | fields | changes
     return {name: value for name, value in config.items() if kind not in LAYER_NORMS or name != "rms_norm_eps"}
 

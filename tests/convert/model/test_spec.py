@@ -10,9 +10,9 @@ from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.families.mapping import read_config, with_score
 from convert.model.spec import AXES
-from tests.support.families import CONFIGS, MIXTURES, NESTED
+from tests.support.families import BESIDE, CONFIGS, MIXTURES
 
-ALL = {**CONFIGS, **MIXTURES, "gemma3": NESTED}
+ALL = {**CONFIGS, **MIXTURES, **BESIDE}
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -19,7 +19,7 @@ from fastjax.lora.export import export_adapters
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny
-from tests.support.families import CONFIGS, MIXTURES, NESTED
+from tests.support.families import BESIDE, CONFIGS, MIXTURES, NESTED
 from tests.support.family_variants import IDLE, MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 from tests.support.generation import answers_in_ids
 
@@ -177,19 +177,22 @@ def test_greedy_answers_are_the_likeliest_tokens(family, folders):
 BY_CLASS = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
 
 
+@pytest.mark.exhaustive("gemma3-True", "mistral3-False")
 @pytest.mark.parametrize("by_class", [False, True])
-def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_text_model_beside_a_vision_tower(tmp_path, kind, by_class):
     """It is the text model; the other tensors are read past, and stand in what is saved as they were."""
-    tensors, beside = tiny.arrays(NESTED), "model." if by_class else ""
+    config = BESIDE[kind]
+    tensors, beside = tiny.arrays(config), "model." if by_class else ""
     renamed = {name.replace("language_model.", "", 1): array for name, array in tensors.items()}
     for start, other in BY_CLASS.items() if by_class else ():
         tensors = {name.replace(start, other): array for name, array in tensors.items()}
     names = (f"{beside}vision_tower.a.weight", f"{beside}multi_modal_projector.b")
     other = {name: np.full((3, 2), 7, np.float32) for name in names}
-    tiny.write_folder(tmp_path / "whole", NESTED, tensors | other)
+    tiny.write_folder(tmp_path / "whole", config, tensors | other)
     model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
-    text = NESTED["text_config"]
-    assert dataclasses.replace(model.config, model_type="gemma3_text") == read_config(text)
+    text = tiny.text_config(config)
+    assert dataclasses.replace(model.config, model_type=text["model_type"]) == read_config(text)
     alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
     tokens = tiny.documents(text, (20,))[0][None]
     assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
@@ -199,12 +202,13 @@ def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
     assert all(before.read(name).tobytes() == after.read(name).tobytes() for name in before.names)
     with pytest.raises(ConvertError, match="vision_towers.x"):
         tiny.model(
-            tiny.write_folder(tmp_path / "wrong", NESTED, tensors | {"vision_towers.x": other.popitem()[1]}), None
+            tiny.write_folder(tmp_path / "wrong", config, tensors | {"vision_towers.x": other.popitem()[1]}), None
         )
-    wrong = {"tie_word_embeddings": True, "text_config": None, "audio_config": {}}
+    assert read_config(config | {"tie_word_embeddings": not text["tie_word_embeddings"]}) != model.config
+    wrong = {"tie_word_embeddings": "yes", "text_config": None, "audio_config": {}}
     for name, value in [*wrong.items(), ("text_config", CONFIGS["gemma3_text"])]:
         with pytest.raises(ConvertError, match=name):
-            read_config(NESTED | {name: value})
+            read_config(config | {name: value})
 
 
 def test_scaling_is_replaced_where_the_layers_see_everything():
@@ -239,4 +243,4 @@ def test_random_weights_of_another_model_take_the_same_programs():
 
 
 def test_every_table_has_a_mapping():
-    assert set(FAMILIES) == {*EVERY, "llama", "gemma3"}
+    assert set(FAMILIES) == {*EVERY, *BESIDE, "llama"}

@@ -14,7 +14,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, MIXTURES, NESTED
+from tests.support.families import BESIDE, CONFIGS, MIXTURES
 from tests.support.family_variants import MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")
@@ -40,7 +40,7 @@ PACKED = ("qwen2", "phi3", "cohere")
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
     **dict.fromkeys(("glm4", "ernie4_5", "apertus", "cohere2", "nemotron", "phi"), 10),
-    **dict.fromkeys(("qwen2", "smollm3", "beside a vision tower"), 3),
+    **dict.fromkeys(("qwen2", "smollm3", *BESIDE), 3),
     **dict.fromkeys(MIXTURES, 10),
 }
 #: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
@@ -132,7 +132,7 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
 @pytest.mark.parametrize("family", STEPS)
 def test_lora_steps(family, tmp_path):
     """AdamW on adapters of every projection, of routers and experts, which PEFT names and starts."""
-    config = (CONFIGS | MIXTURES).get(family, NESTED)
+    config = (CONFIGS | MIXTURES | BESIDE)[family]
     arrays = tiny.arrays(config)
     torch.manual_seed(7)
     reference = peft.get_peft_model(
@@ -141,7 +141,7 @@ def test_lora_steps(family, tmp_path):
             task_type="CAUSAL_LM",
             r=4,
             lora_alpha=8,
-            target_modules=r".*language_model.*_proj" if config is NESTED else "all-linear",
+            target_modules=r".*language_model.*_proj" if family in BESIDE else "all-linear",
             target_parameters=[f"experts.{part}" for part in EXPERT_PARAMETERS] if family in APART else None,
         ),
     ).train()
@@ -183,13 +183,15 @@ def test_lora_steps(family, tmp_path):
         assert np.linalg.norm(start[name] - expected) > 2e-3 * size, f"{name} has not moved"
 
 
-def test_a_text_model_beside_a_vision_tower(tmp_path):
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_text_model_beside_a_vision_tower(tmp_path, kind):
     """Logits with an adapter, in files and with names as transformers and PEFT have them."""
     torch.manual_seed(7)
-    reference = torch_family.build(NESTED, tiny.arrays(NESTED))
+    config = BESIDE[kind]
+    reference = torch_family.build(config, tiny.arrays(config))
     reference.save_pretrained(tmp_path / "base")
-    tiny.write_tokenizer(tmp_path / "base", CONFIGS["gemma3_text"])
-    (document,) = tiny.documents(CONFIGS["gemma3_text"], (30,))
+    tiny.write_tokenizer(tmp_path / "base", tiny.text_config(config))
+    (document,) = tiny.documents(tiny.text_config(config), (30,))
     base = tiny.model(tmp_path / "base", None, max_seq_length=64)
     expected = torch_family.logits(reference, document)
     np.testing.assert_allclose(tiny.logits(base, document[None])[0], expected, rtol=0, atol=TOLERANCE)
