@@ -8,8 +8,10 @@ The implementations, in order of preference:
 
 import jax.numpy as jnp
 from jax import Array as JaxArray
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention.config import SAVEABLE_NAMES
 from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.gated_delta import reference, triton, triton_backward, xla
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
@@ -47,7 +49,8 @@ def gated_delta(
 
     Returns:
         The output in v's dtype, and the float32 state after the last token. Differentiable in all but segment_ids;
-        beside the operands the backward pass keeps [B, S, H, 64] in v's dtype.
+        beside the operands the backward pass keeps [B, S, H, 64] in v's dtype, named for `jax.checkpoint`'s policies,
+        as is the output, as attention's are.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
@@ -97,6 +100,7 @@ def _by_chunks(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: s
 def _forward(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: str):
     chunks: Chunks = chunks_of(decay, beta, segment_ids)
     out, after, inverse = REGISTRY[chosen].forward(q, k, v, chunks, state, scale)
+    out, inverse = (checkpoint_name(*pair) for pair in zip((out, inverse), SAVEABLE_NAMES, strict=True))
     return (out, after), (q, k, v, decay, beta, state, segment_ids, inverse)
 
 
