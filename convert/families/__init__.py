@@ -29,6 +29,7 @@ from convert.families.mixtral import MIXTRAL
 from convert.families.nemotron import NEMOTRON
 from convert.families.olmo2 import OLMO2
 from convert.families.olmo3 import OLMO3
+from convert.families.olmo_hybrid import OLMO_HYBRID
 from convert.families.olmoe import OLMOE
 from convert.families.phi import PHI
 from convert.families.phi3 import PHI3
@@ -52,7 +53,7 @@ FAMILIES: dict[str, Family] = {
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
         *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
-        *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT),
+        *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID),
     )
 }
 _LATENT = "it has latent attention, which is not supported"

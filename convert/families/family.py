@@ -16,7 +16,7 @@ from convert.errors import ConvertError, unexpected
 from convert.families.gguf import Architecture
 from convert.families.mixture import PROJECTIONS, Mixture
 from convert.model.layers import MLP as DENSE
-from convert.model.layers import MOE, Layer, Mixer
+from convert.model.layers import MOE, Attention, Layer, Mixer
 from convert.model.paths import EMBEDDING, EXPERTS, HEAD, SCORE, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import (
@@ -166,16 +166,21 @@ class Family:
         if self.mixture is not None:
             dense = tuple(row._replace(ffn=DENSE) for row in mlp) if self.mixture.dense else ()
             mlp = (*dense, *self.mixture.rows())
+        only = Attention.block if "recurrent_norms" in has else None
+
+        def around(name: str | None) -> tuple[Row, ...]:
+            return tuple(row._replace(mixer=only) for row in norm(name, leaves)) if name else ()
+
         rows = table(
-            norm(before, leaves) if before else (),
+            around(before),
             FUSED_ATTENTION if "self_attn" in fused else GATED_ATTENTION if has.get("attention_gate") else ATTENTION,
             qk_norm or optional,
             SINKS if has.get("attention_sinks") else (),
             self.rows,
-            norm(after, leaves) if after else (),
-            norm(before_mlp, leaves) if before_mlp and before_mlp != before else (),
+            around(after),
+            around(before_mlp if before_mlp != before else None),
             mlp,
-            norm(after_mlp, leaves) if after_mlp else (),
+            around(after_mlp),
             norm_leaves=leaves,
         )
         return tuple(row._replace(name=_begun(self._part_name(row), self.starts)) for row in rows)

@@ -41,11 +41,16 @@ def _vector(part: str) -> Row:
     return Row(f"model.layers.{{i}}.{name}", WeightPath(0, _BLOCK, part), ("G",), "decay")
 
 
+def taps(part: str, channels: str) -> Row:
+    """Weights of the convolution."""
+    return layer_row(f"{_BLOCK}.{part}.weight", channels, "1", "C", kind="taps")
+
+
+DECAY = (_vector("dt_bias"), _vector("A_log"))
 #: Tensors of the recurrence itself: the convolution, its decay, and the scale of its output.
 RECURRENT = (
-    layer_row(f"{_BLOCK}.conv1d.weight", "2J*P+G*U", "1", "C", kind="taps"),
-    _vector("dt_bias"),
-    _vector("A_log"),
+    taps("conv1d", "2J*P+G*U"),
+    *DECAY,
     layer_row(f"{_BLOCK}.norm.weight", "U", kind="scale"),
 )
 #: Projections of its input apart, as in Qwen 3.5, or interleaved, as in Qwen 3 Next.
@@ -84,22 +89,26 @@ def layers_of(get: Reader, layers: int, delta: GatedDelta) -> tuple[Attention | 
     return tuple(Attention() if kind == FULL else delta for kind in types)
 
 
-def read_delta(get: Reader, *, interleaved: bool = False) -> GatedDelta:
+def read_delta(get: Reader, *, interleaved: bool = False, **defaults: int) -> GatedDelta:
     """The settings of the recurrence.
 
     Args:
         get: the config.json.
         interleaved: as of `GatedDelta`.
+        defaults: values of absent fields and nulls, by name, which the family has not.
 
     Raises:
         ConvertError: a size is missing or wrong, or the heads of values are no multiple of those of keys.
     """
-    keys, values = get.integer("linear_num_key_heads"), get.integer("linear_num_value_heads")
+    heads, sizes = (
+        [get.integer(name, defaults.get(name)) for name in (f"linear_{of.format(part)}" for part in ("key", "value"))]
+        for of in ("num_{}_heads", "{}_head_dim")
+    )
+    keys, values = heads
     if values % keys:
         raise get.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}")
-    sizes = get.integer("linear_key_head_dim"), get.integer("linear_value_head_dim")
     delta = GatedDelta(
-        *(keys, values, *sizes),
+        *(*heads, *sizes),
         taps=get.integer("linear_conv_kernel_dim"),
         activation=get.activation("hidden_act"),
         interleaved=interleaved,

@@ -30,6 +30,7 @@ class ModelConfig:
         norm_float32: whether normalised values are rounded only after the scale.
         attention_norms: names of the normalisations before and after the attention, or None.
         mlp_norms: names of the normalisations before and after the MLP, or None.
+        recurrent_norms: both of layers with a recurrent state, where they differ.
         parallel_block: whether attention and MLP read the same input and are added at once.
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "unscaled head" (each head, by
             no scale), "heads" (a scale for each), "projection" (all heads together), or None.
@@ -81,6 +82,7 @@ class ModelConfig:
     norm_float32: bool = False
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    recurrent_norms: tuple[tuple[str | None, str | None], tuple[str | None, str | None]] | None = None
     parallel_block: bool = False
     qk_norm: str | None = None
     qk_norm_after_rope: bool = False
@@ -115,6 +117,12 @@ class ModelConfig:
     def recurrent(self) -> tuple[GatedDelta, ...]:
         """The settings of the layers with a recurrent state."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDelta))
+
+    def norms_around(self, layer: Layer) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
+        """Names of the normalisations before and after a layer's mixer, and of those before and after its MLP."""
+        if self.recurrent_norms is not None and isinstance(layer.mixer, GatedDelta):
+            return self.recurrent_norms
+        return self.attention_norms, self.mlp_norms
 
     @property
     def mixtures(self) -> tuple[bool, ...]:

@@ -109,6 +109,7 @@ class Row(NamedTuple):
         when: the config's flag for the tensor; None: it always exists.
         ffn: the feed-forward part of the layers that have it; None: either.
         layout: as in `WeightSpec`.
+        mixer: the block of the mixer of the layers that have it; None: any.
     """
 
     name: str
@@ -119,6 +120,13 @@ class Row(NamedTuple):
     when: str | None = None
     ffn: str | None = None
     layout: str = WHOLE
+    mixer: str | None = None
+
+    def is_in(self, layer: Layer) -> bool:
+        """Whether a layer has it."""
+        block, mixer = self.path.block, layer.mixer.block
+        mine = not block or block.startswith(("mlp", mixer))
+        return mine and self.ffn in (None, layer.ffn) and self.mixer in (None, mixer)
 
     def spec(self, layer: int | None, sizes: dict[str, int]) -> WeightSpec:
         """Fill in a layer's number and the sizes."""
@@ -186,11 +194,7 @@ def fill_table(
         if not layered:
             specs += [row.spec(None, sizes) for row in members]
         for number, layer in enumerate(layers if layered else ()):
-            mine = (
-                row for row in members if row.path.block.startswith(("mlp", layer.mixer.block)) or not row.path.block
-            )
-            here = (row for row in mine if row.ffn in (None, layer.ffn))
-            specs += [row.spec(number, sizes | layer.mixer.sizes) for row in here]
+            specs += [row.spec(number, sizes | layer.mixer.sizes) for row in members if row.is_in(layer)]
     return tuple(specs)
 
 

@@ -38,7 +38,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, inputs: LayerInputs):
         config, settings = inputs.config, inputs.layer.mixer
-        self.around_mixer, self.around_mlp = config.attention_norms, config.mlp_norms
+        self.around_mixer, self.around_mlp = config.norms_around(inputs.layer)
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
         self.dropout, self.tokens, self.feed = config.residual_dropout, WHOLE, at_once
         for name in dict.fromkeys((*self.around_mixer, *self.around_mlp)):

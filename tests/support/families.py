@@ -297,7 +297,14 @@ _DELTA = {
     },
 }
 #: Layers with Gated DeltaNet.
-CONFIGS |= {"qwen3_5_text": _family("qwen3_5_text", **_DELTA)}
+CONFIGS |= {
+    "qwen3_5_text": _family("qwen3_5_text", **_DELTA),
+    "olmo_hybrid": _family(
+        "olmo_hybrid",
+        **_DELTA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}},
+        linear_allow_neg_eigval=False,
+    ),
+}
 _EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
 #: model_type -> a config.json of the families with mixtures of experts.
 MIXTURES = {
@@ -443,4 +450,26 @@ BESIDE = {
         "spatial_merge_size": 1,
         "tie_word_embeddings": True,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5",
+        "dtype": "float32",
+        "text_config": CONFIGS["qwen3_5_text"],
+        "vision_config": {
+            "model_type": "qwen3_5_vision",
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 12,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+        },
+        **{"image_token_id": 95, "video_token_id": 94, "vision_start_token_id": 93, "vision_end_token_id": 92},
+        "tie_word_embeddings": True,
+    },
+}
+BESIDE["qwen3_5_moe"] = BESIDE["qwen3_5"] | {
+    "model_type": "qwen3_5_moe",
+    "text_config": MIXTURES["qwen3_5_moe_text"],
+    "vision_config": BESIDE["qwen3_5"]["vision_config"] | {"model_type": "qwen3_5_moe_vision"},
 }

@@ -25,6 +25,10 @@ IRRELEVANT = {
     "output_router_logits": "what transformers returns",
     "router_aux_loss_coef": "of a loss in pretraining",
     "num_nextn_predict_layers": "of another module",
+    **dict.fromkeys(
+        (f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
+        "of fresh weights",
+    ),
 }
 #: Sizes in place of a class's default ones, which fit no model.
 DIVISIBLE = {"glm4_moe": {"hidden_size": 96 * 64}}

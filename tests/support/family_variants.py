@@ -94,6 +94,11 @@ VARIANTS = {
             },
         },
     ),
+    "olmo_hybrid, as published": (
+        "olmo_hybrid",
+        without(CONFIGS["olmo_hybrid"], *(name for name in CONFIGS["olmo_hybrid"] if name.startswith("linear_")))
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "attention_bias": False},
+    ),
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 

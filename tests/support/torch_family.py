@@ -25,8 +25,15 @@ def build(config, arrays):
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in in_memory(family, config, arrays)}
+    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:  # one there
+        parts = [tensors.pop(name.replace(".q_", f".{part}_")) for part in "qkv"]
+        tensors[name.replace(".q_conv1d", ".conv1d")] = torch.cat(parts)
     left = model.load_state_dict(tensors, strict=False)
-    missing = [name for name in left.missing_keys if not any(part in name for part in ("vision_tower", "multi_modal"))]
+    missing = [
+        name
+        for name in left.missing_keys
+        if not any(part in name for part in ("vision_tower", "multi_modal", "visual"))
+    ]
     tied = ["lm_head.weight"] if family.text_config(config)["tie_word_embeddings"] else []
     assert left.unexpected_keys == [] and missing in ([], tied), left
     model.tie_weights()

@@ -25,6 +25,8 @@ from pallas_kernels.glu import ACTIVATIONS, glu
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.short_conv import short_conv
 
+#: The convolution's weights: of queries, keys and values together, or apart.
+CONVOLUTIONS = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
 #: Added to a query's or key's sum of squares before its root.
 _EPS = 1e-6
 
@@ -62,7 +64,8 @@ class GatedDelta(nnx.Module):
         qkvz: projection of the input to queries, keys, values and output gates.
         ba: its projection to updates and decays.
         out: projection to the output.
-        conv1d: weights of the convolution, [channels, 1, taps].
+        convolutions: names of the convolution's weights [channels, 1, taps], which are attributes: of queries, keys and
+            values together, or apart.
         dt_bias: added to the decays' input, [G].
         A_log: logarithm of the decays' factor, [G].
         norm: scale of the output's normalisation, [U].
@@ -77,7 +80,10 @@ class GatedDelta(nnx.Module):
         self.settings, self.float32 = settings, block in inputs.float32
         self.across: str | None = None
         self.qkvz, self.ba, self.out = (inputs.projection(f"{block}.{name}") for name in ("qkvz", "ba", "out"))
-        self.conv1d, self.norm = Weight(own["conv1d"]["weight"]), Weight(own["norm"]["weight"])
+        self.convolutions = tuple(name for name in CONVOLUTIONS if name in own)
+        for name in self.convolutions:
+            setattr(self, name, Weight(own[name]["weight"]))
+        self.norm = Weight(own["norm"]["weight"])
         self.dt_bias, self.A_log = Weight(own["dt_bias"]["weight"]), Weight(own["A_log"]["weight"])
         self.eps = inputs.config.norm_eps if settings.norm_eps is None else settings.norm_eps
 
@@ -171,11 +177,13 @@ class GatedDelta(nnx.Module):
         """
 
         def mix(mixed, update, decay, documents, state, weights):
-            taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
+            *taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
             before, ids = (None, documents) if state is None else (state, None)
             silu = self.settings.activation == "silu"
             options = {"activation": "silu" if silu else None, "segment_ids": ids}
-            heads = short_conv(mixed, taps[:, 0], **options, before=None if before is None else before.inputs)
+            heads = short_conv(
+                mixed, jnp.concatenate(taps)[:, 0], **options, before=None if before is None else before.inputs
+            )
             if not silu:
                 heads = ACTIVATIONS[self.settings.activation](heads.astype(jnp.float32)).astype(heads.dtype)
             beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
@@ -188,7 +196,8 @@ class GatedDelta(nnx.Module):
             out, matrices = gated_delta(*self._heads(heads), rate, beta, **options, state=before.matrices)
             return out, DeltaState(matrices, _last_inputs(before.inputs, mixed, documents))
 
-        weights = tuple(each.weight[...] for each in (self.conv1d, self.dt_bias, self.A_log))
+        names = (*self.convolutions, "dt_bias", "A_log")
+        weights = tuple(getattr(self, name).weight[...] for name in names)
         island = local(mix, in_specs=(ROWS, ROWS, ROWS, P(BATCH), P(BATCH), P()), out_specs=(ROWS, P(BATCH)))
         return island(mixed, *updates, documents, state, weights)
 

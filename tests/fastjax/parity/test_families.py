@@ -38,14 +38,14 @@ PACKED = ("qwen2", "phi3", "cohere")
 #: LoRA steps: ten where the blocks' gradients differ. Where only the layers' plan or the names do, three, which reach
 #: every array: A has no gradient until B has moved. Gemma 3's blocks are those beside the vision tower.
 STEPS = {
-    **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
+    **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere", "qwen3_5_text", "olmo_hybrid"), 10),
     **dict.fromkeys(("glm4", "ernie4_5", "apertus", "cohere2", "nemotron", "phi"), 10),
     **dict.fromkeys(("qwen2", "smollm3", *BESIDE), 3),
     **dict.fromkeys(MIXTURES, 10),
 }
 #: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
 #: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
-APART = ("qwen2_moe", "gpt_oss")
+APART = ("qwen2_moe", "gpt_oss", "qwen3_5_moe_text")
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
 
@@ -141,7 +141,7 @@ def test_lora_steps(family, tmp_path):
             task_type="CAUSAL_LM",
             r=4,
             lora_alpha=8,
-            target_modules=r".*language_model.*_proj" if family in BESIDE else "all-linear",
+            target_modules=r".*language_model.*_proj(_\w+)?" if family in BESIDE else "all-linear",
             target_parameters=[f"experts.{part}" for part in EXPERT_PARAMETERS] if family in APART else None,
         ),
     ).train()
@@ -196,7 +196,7 @@ def test_a_text_model_beside_a_vision_tower(tmp_path, kind):
     expected = torch_family.logits(reference, document)
     np.testing.assert_allclose(tiny.logits(base, document[None])[0], expected, rtol=0, atol=TOLERANCE)
 
-    options = {"r": 4, "target_modules": r".*language_model.*_proj", "init_lora_weights": False}
+    options = {"r": 4, "target_modules": r".*language_model.*_proj(_\w+)?", "init_lora_weights": False}
     theirs = peft.get_peft_model(reference, peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = FastLanguageModel.load_adapter(base, tmp_path / "theirs")
