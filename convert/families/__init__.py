@@ -9,6 +9,8 @@ from convert.families.apertus import APERTUS
 from convert.families.arcee import ARCEE
 from convert.families.cohere import COHERE
 from convert.families.cohere2 import COHERE2
+from convert.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from convert.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from convert.families.ernie4_5 import ERNIE4_5
 from convert.families.exaone4 import EXAONE4
 from convert.families.family import Family, Ignored
@@ -17,6 +19,7 @@ from convert.families.gemma2 import GEMMA2
 from convert.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from convert.families.glm4 import GLM4
 from convert.families.glm4_moe import GLM4_MOE
+from convert.families.glm4_moe_lite import GLM4_MOE_LITE
 from convert.families.gpt_oss import GPT_OSS
 from convert.families.granite import GRANITE
 from convert.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
@@ -25,6 +28,7 @@ from convert.families.ministral import MINISTRAL
 from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
 from convert.families.mistral3 import MISTRAL3
+from convert.families.mistral4 import MISTRAL4
 from convert.families.mixtral import MIXTRAL
 from convert.families.nemotron import NEMOTRON
 from convert.families.olmo2 import OLMO2
@@ -54,11 +58,11 @@ FAMILIES: dict[str, Family] = {
         *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
         *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID),
+        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
     )
 }
-_LATENT = "it has latent attention, which is not supported"
 #: Families that are not supported -> why.
-REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _LATENT)
+REFUSED = {"deepseek_v2": "its router and rotary pairs are not supported"}
 
 
 def family_for(config: Mapping[str, Any], file: str | os.PathLike[str] = "config.json") -> Family:

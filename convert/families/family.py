@@ -72,6 +72,8 @@ IGNORED = (
     Ignored(r"lm_head\.weight", "a copy of the tied embeddings", when="tied", same_as=f"{EMBEDDING}.weight"),
 )
 
+#: The layers behind the last one.
+FURTHER_TOKENS = Ignored(r"model\.layers\.{layers}\..*", "of the module that predicts further tokens", copied=True)
 
 _TIED = "tie_word_embeddings"
 _MERGED = ".experts.gate_up_proj"
@@ -99,7 +101,8 @@ class Family:
         constants: Fields of `ModelConfig` common to the family.
         mixers: (reader, number of layers) -> the mixer of each; None: all are attention, with windows and rotary
             positions as `read` has them.
-        rows: The weights of mixers other than attention, and of activations.
+        rows: The weights of mixers other than attention, and of activations; those of attention's block are in the
+            place of its own.
         norm_leaves: Arrays of normalisations: "weight", and "bias" of LayerNorms that have one; none of those without a
             scale.
         mixture: Its mixtures of experts; None: all layers are dense.
@@ -171,9 +174,13 @@ class Family:
         def around(name: str | None) -> tuple[Row, ...]:
             return tuple(row._replace(mixer=only) for row in norm(name, leaves)) if name else ()
 
+        attention = GATED_ATTENTION if has.get("attention_gate") else ATTENTION
+        attention = FUSED_ATTENTION if "self_attn" in fused else attention
+        if any(row.path.block == Attention.block for row in self.rows):
+            attention = ()
         rows = table(
             around(before),
-            FUSED_ATTENTION if "self_attn" in fused else GATED_ATTENTION if has.get("attention_gate") else ATTENTION,
+            attention,
             qk_norm or optional,
             SINKS if has.get("attention_sinks") else (),
             self.rows,
@@ -266,7 +273,7 @@ class Family:
             ConvertError: A size or a flag is missing or of the wrong type; the message names it.
         """
         get = self.reader(config, file)
-        sizes, flags, layers = dimensions(**read_sizes(get)), self._flags(get), get.layers()
+        sizes, flags, layers = dimensions(**self.read_sizes(get)), self._flags(get), get.layers()
         kinds = [Layer(mixer) for mixer in self.mixers(get, layers)] if self.mixers else [Layer()] * layers
         if self.mixture is not None:
             moe, sparse = self.mixture.read(get, layers)
@@ -277,6 +284,22 @@ class Family:
     def tensors(self, config: Config, file: str | os.PathLike[str] = "config.json") -> dict[str, TensorSpec]:
         """The tensors of a checkpoint, by name; as `specs`."""
         return tensors_of(self.specs(config, file))
+
+    def read_sizes(self, get: Reader) -> dict[str, int]:
+        """The sizes of a decoder, by their names in `ModelConfig`.
+
+        Raises:
+            ConvertError: A size is missing or wrong.
+        """
+        width, heads = get.integer("hidden_size"), get.integer("num_attention_heads")
+        return {
+            "hidden_size": width,
+            "intermediate_size": get.integer("intermediate_size"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": get.integer("num_key_value_heads", heads),
+            "head_dim": get.integer(self.name("head_dim"), max(1, width // heads)),
+            "vocab_size": get.integer("vocab_size"),
+        }
 
     def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
         """The rule that ignores a checkpoint name, or None."""
@@ -395,23 +418,6 @@ def _together(module: WeightPath) -> str:
     if not module.of_experts:
         return ""
     return "down_proj" if module.part == "down_proj" else "gate_up_proj"
-
-
-def read_sizes(get: Reader) -> dict[str, int]:
-    """The sizes of a decoder, by their names in `ModelConfig`.
-
-    Raises:
-        ConvertError: A size is missing or wrong.
-    """
-    width, heads, inner = (get.integer(name) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    return {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": get.integer("num_key_value_heads", heads),
-        "head_dim": get.integer("head_dim", max(1, width // heads)),
-        "vocab_size": get.integer("vocab_size"),
-    }
 
 
 def is_scored(config: Config) -> bool:

@@ -3,43 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import unexpected
-from convert.families.family import IGNORED, Family, Ignored
-from convert.families.mixture import Mixture, chosen_experts, number_of_experts
-from convert.model.moe import MoeConfig, RouterConfig
+from convert.families.family import FURTHER_TOKENS, IGNORED, Family
+from convert.families.mixture import GROUPED, Mixture, grouped_mixture
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.model.spec import QKV, qk_norm_flag
-
-
-def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-    get.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}
-    experts = number_of_experts(get, "n_routed_experts", "num_local_experts")
-    chosen, groups = chosen_experts(get, experts), get.integer("n_group")
-    if experts % groups or (experts < 2 * groups):
-        raise get.wrong("n_group", f"a divisor of {experts} experts, two or more a group")
-    allowed = get.integer("topk_group")
-    if allowed > groups:
-        raise get.wrong("topk_group", f"at most n_group, {groups}")
-    if chosen > allowed * (experts // groups):
-        raise get.wrong(
-            "num_experts_per_tok", f"at most the {allowed * (experts // groups)} experts of {allowed} groups"
-        )
-    router = RouterConfig(
-        experts,
-        chosen,
-        score="sigmoid",
-        normalize=get.flag("norm_topk_prob"),
-        scale=get.positive("routed_scaling_factor"),
-        groups=groups,
-        groups_per_token=allowed,
-        choice_bias=True,
-    )
-    size, dense = get.integer("moe_intermediate_size"), get.count("first_k_dense_replace", layers - 1)
-    moe = MoeConfig(router, size, size * get.integer("n_shared_experts"))
-    if moe.shared_intermediate_size >= 2**31:
-        raise unexpected(get.where, "n_shared_experts", "a width below 2³¹", moe.shared_intermediate_size)
-    return moe, tuple(number >= dense for number in range(layers))
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +33,9 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
     },
     switches={"attention_bias": (QKV,), "use_qk_norm": (qk_norm_flag("head"),)},
-    mixture=Mixture(_mixture, dense=True, shared="shared_experts"),
+    mixture=Mixture(grouped_mixture(), dense=True, shared="shared_experts"),
     read=_read,
-    ignored=(
-        *IGNORED,
-        Ignored(r"model\.layers\.{layers}\..*", "of the module that predicts further tokens", copied=True),
-    ),
+    neutral=GROUPED,
+    ignored=(*IGNORED, FURTHER_TOKENS),
     gguf="its files have not been compared with llama.cpp",
 )

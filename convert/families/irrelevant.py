@@ -10,7 +10,7 @@ _WRITER = """_name_or_path architectures auto_map finetuning_task is_llama_confi
     task_specific_params tokenizer_class transformers.js_config transformers_version"""
 _OUTPUT = """chunk_size_feed_forward cache_implementation keys_to_ignore_at_inference output_attentions
     output_hidden_states output_router_logits pretraining_tp return_dict router_aux_loss_coef torchscript use_cache
-    use_return_dict"""
+    use_return_dict aux_loss_alpha ep_size seq_aux"""
 _DTYPE = "dtype quantization_config torch_dtype use_bfloat16"
 _KERNELS = "attn_implementation use_flash_attention use_flash_attn use_flash_attn_2"
 _TOKENS = """bos_token_id decoder_start_token_id eod_token_id eos_token_id max_sequence_length model_max_length

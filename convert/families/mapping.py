@@ -6,7 +6,7 @@ from typing import Any
 
 from convert.errors import ConvertError, shorten, shown, unexpected
 from convert.families import FAMILIES, family_for
-from convert.families.family import Family, is_scored, read_sizes
+from convert.families.family import Family, is_scored
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.config import ModelConfig
 from convert.model.layers import MLP, MOE, Attention, Layer
@@ -63,12 +63,14 @@ def with_score(config: ModelConfig) -> ModelConfig:
 
 def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
     get = Reader(config, where, family.defaults)
-    sizes, scored = read_sizes(get), _check_scored(family, config, where)
+    sizes, scored = family.read_sizes(get), _check_scored(family, config, where)
     heads, head_dim = sizes["num_attention_heads"], sizes["head_dim"]
     if heads % sizes["num_key_value_heads"]:
         raise get.wrong("num_key_value_heads", f"a divisor of {heads} heads")
     if head_dim % 2:
-        raise ConvertError(f"{where}: head_dim: expected an even number (rotary pairs), got {head_dim}")
+        raise ConvertError(
+            f"{where}: {family.name('head_dim')}: expected an even number (rotary pairs), got {head_dim}"
+        )
     layers = get.layers()
     fields: dict[str, Any] = {
         "model_type": family.model_type,

@@ -17,6 +17,13 @@ from convert.model.reader import Reader
 from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, SHARED_DOWN, SHARED_GATE_UP, Row
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: Fields beside `grouped_mixture`'s in published files -> their values without effect.
+GROUPED = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "moe_router_dtype": ("float32",),
+}
 #: Projection -> its dimensions, its group, and its tensor where all experts share one.
 _EXPERTS = {
     "gate_proj": (("X", "EF", "E"), EXPERTS_GATE_UP, "gate_up_proj"),
@@ -94,7 +101,6 @@ class Mixture:
                     *("mlp.shared_expert", part, "weight", *dims),
                     kind="matrix",
                     group=group,
-                    when="shared expert",
                 )
                 for part, (dims, group) in _SHARED.items()
             ),
@@ -166,6 +172,85 @@ def softmax_mixture(
     def read(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
         router = softmax_router(get, *names, normalize=normalize)
         return MoeConfig(router, get.integer("intermediate_size")), everywhere(layers)
+
+    return read
+
+
+def grouped_mixture(
+    layers_of: Callable[[Reader, int], tuple[bool, ...]] | None = None, score: str = "sigmoid"
+) -> Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]:
+    """Mixtures whose experts are chosen within the best of their groups (DeepSeek-V3, arXiv 2412.19437).
+
+    Args:
+        layers_of: (reader, number of layers) -> which layers have one; None: all behind `first_k_dense_replace`.
+        score: as in `RouterConfig`; a sigmoid has a bias for the choice.
+    """
+
+    def read(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+        router = _grouped_router(get, score)
+        size = get.integer("moe_intermediate_size")
+        moe = MoeConfig(router, size, size * get.integer("n_shared_experts"))
+        if moe.shared_intermediate_size >= 2**31:
+            raise unexpected(get.where, "n_shared_experts", "a width below 2³¹", moe.shared_intermediate_size)
+        return moe, (layers_of or dense_first)(get, layers)
+
+    return read
+
+
+def _grouped_router(get: Reader, score: str) -> RouterConfig:
+    get.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}
+    experts = number_of_experts(get, "n_routed_experts", "num_local_experts")
+    chosen, groups = chosen_experts(get, experts), get.integer("n_group")
+    if experts % groups or (experts < 2 * groups):
+        raise get.wrong("n_group", f"a divisor of {experts} experts, two or more a group")
+    allowed = get.integer("topk_group")
+    if allowed > groups:
+        raise get.wrong("topk_group", f"at most n_group, {groups}")
+    if chosen > allowed * (experts // groups):
+        raise get.wrong(
+            "num_experts_per_tok", f"at most the {allowed * (experts // groups)} experts of {allowed} groups"
+        )
+    return RouterConfig(
+        experts,
+        chosen,
+        score=score,
+        normalize=get.flag("norm_topk_prob"),
+        scale=get.positive("routed_scaling_factor"),
+        groups=groups,
+        groups_per_token=allowed,
+        choice_bias=score == "sigmoid",
+    )
+
+
+def dense_first(get: Reader, layers: int) -> tuple[bool, ...]:
+    """A mixture in every layer behind the first `first_k_dense_replace`."""
+    dense = get.count("first_k_dense_replace", layers - 1)
+    return tuple(number >= dense for number in range(layers))
+
+
+def first_dense(get: Reader, layers: int) -> tuple[bool, ...]:
+    """A mixture in every layer but the first."""
+    return (False, *everywhere(layers - 1))
+
+
+def listed_mixtures(
+    unlisted: Callable[[Reader, int], tuple[bool, ...]],
+) -> Callable[[Reader, int], tuple[bool, ...]]:
+    """Mixtures in the layers that `mlp_layer_types` names "sparse".
+
+    Args:
+        unlisted: (reader, number of layers) -> which layers have one without a list.
+    """
+
+    def read(get: Reader, layers: int) -> tuple[bool, ...]:
+        kinds = get.value("mlp_layer_types")
+        if kinds is None:
+            return unlisted(get, layers)
+        get.asked.add("first_k_dense_replace")
+        named = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not named or len(kinds) != layers or "sparse" not in kinds:
+            raise get.wrong("mlp_layer_types", f"{layers} of dense and sparse, one of them sparse")
+        return tuple(kind == "sparse" for kind in kinds)
 
     return read
 

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 
-from convert.model.layers import MOE, Attention, GatedDelta, Layer
+from convert.model.layers import MOE, Attention, GatedDelta, LatentAttention, Layer
 from convert.model.moe import MoeConfig
 from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
@@ -105,13 +105,19 @@ class ModelConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest row that the rotary positions support."""
-        return self.rope.max_length(self.max_position_embeddings)
+        """The longest row that the rotary positions support, and in which attention sees all tokens."""
+        longest = self.rope.max_length(self.max_position_embeddings)
+        return longest if self.index_topk is None else min(longest, self.index_topk)
 
     @property
-    def attention(self) -> tuple[Attention, ...]:
+    def index_topk(self) -> int | None:
+        """Tokens that an indexer of the attention chooses in longer rows; None: all are seen in any row."""
+        return next((layer.index_topk for layer in self.attention if isinstance(layer, LatentAttention)), None)
+
+    @property
+    def attention(self) -> tuple[Attention | LatentAttention, ...]:
         """The attention of the layers that have one."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention | LatentAttention))
 
     @property
     def recurrent(self) -> tuple[GatedDelta, ...]:

@@ -95,6 +95,55 @@ class GatedDelta:
         return (self.taps - 1) * self.sizes["2J*P+G*U"]
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Softmax attention whose keys and values are projections of one latent (DeepSeek-V2, arXiv 2405.04434).
+
+    A query or key has features without positions and rotary ones; the latter are one key for all heads.
+
+    Attributes:
+        num_heads: H.
+        q_lora_rank: width of the queries' latent; 0: queries are projections of the layer's input.
+        kv_lora_rank: width of the keys' and values' latent.
+        qk_nope_head_dim: a head's features without positions.
+        qk_rope_head_dim: rotary ones.
+        v_head_dim: features of a value.
+        index_topk: the most tokens of a row, of which an indexer would choose so many; None: there is none.
+    """
+
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_topk: int | None = None
+    block: ClassVar[str] = "self_attn"
+    sliding_window: ClassVar[None] = None
+    rope: ClassVar[str] = "rope"
+    #: Added to the latents' mean squares, whatever the other normalisations add.
+    norm_eps: ClassVar[float] = 1e-6
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Features of a query or key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimensions of its weights."""
+        queries = self.num_heads * self.qk_head_dim
+        return {
+            "Q": self.q_lora_rank,
+            "Z": self.kv_lora_rank,
+            "Z+R": self.kv_lora_rank + self.qk_rope_head_dim,
+            "H*(N+R)": queries,
+            "H*(N+R) of E": 0 if self.q_lora_rank else queries,
+            "H*(N+Dv)": self.num_heads * (self.qk_nope_head_dim + self.v_head_dim),
+            "H*Dv": self.num_heads * self.v_head_dim,
+        }
+
+
 class Layer(NamedTuple):
     """A layer's kind.
 

@@ -66,7 +66,6 @@ class MoeConfig:
             "router bias": self.router.bias,
             "choice bias": self.router.choice_bias,
             "experts bias": self.bias,
-            "shared expert": self.shared_intermediate_size > 0,
             "shared gate": self.shared_gate,
         }
         return frozenset(flag for flag, raised in flags.items() if raised)

@@ -12,7 +12,7 @@ from typing import Any
 
 from convert.errors import ConvertError, shorten, shown
 from convert.model.reader import FULL, SLIDING, Reader
-from convert.rope import ORIGINAL, RopeSettings, rope_settings, rope_settings_by_layer
+from convert.rope import NEW, OLD, ORIGINAL, RopeSettings, rope_settings, rope_settings_by_layer
 
 #: Type of scaling -> its required numbers (for longrope lists of numbers), and its optional ones.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -35,6 +35,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 _ALWAYS = ("rope_type", "rope_theta")
+#: Name of `RopeConfig.query_beta` in config.json's settings.
+QUERY_BETA = "llama_4_scaling_beta"
 #: The rotary fields of config.json.
 NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL})
 _BY_LAYER = {"rope": FULL, "local_rope": SLIDING}
@@ -70,6 +72,8 @@ class RopeConfig:
         short_factor: of "longrope", one number per pair.
         long_factor: of "longrope", one number per pair.
         partial_rotary_factor: rotated share of each head's features, the first ones.
+        mscale_all_dim: "yarn": latent attention multiplies its logits by (0.1 · mscale_all_dim · ln(factor) + 1)²;
+            None: by 1.
         query_beta: rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original length⌋), as in
             Llama 4; None: by 1.
     """
@@ -87,6 +91,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+    mscale_all_dim: float | None = None
     query_beta: float | None = None
 
     def rotary_dim(self, head_dim: int) -> int:
@@ -96,6 +101,11 @@ class RopeConfig:
     def base_dim(self, head_dim: int) -> int:
         """The number that exponents of the base are divided by; transformers' share of a head, which may be odd."""
         return int(head_dim * self.partial_rotary_factor)
+
+    @property
+    def latent_factor(self) -> float:
+        """Factor of latent attention's logits."""
+        return 1.0 if self.mscale_all_dim is None else _grown(self.factor, self.mscale_all_dim) ** 2
 
     def max_length(self, max_position_embeddings: int) -> int:
         """The longest row that the positions support.
@@ -219,6 +229,7 @@ def _scaling(kind: str, values: Mapping[str, Any], positions: int) -> dict[str, 
         "beta_slow": float(values.get("beta_slow") or 1),
         "truncate": True if truncate is None else truncate,
         "attention_factor": _attention_factor(values),
+        "mscale_all_dim": float(values["mscale_all_dim"]) if values.get("mscale_all_dim") else None,
     }
 
 
@@ -264,6 +275,38 @@ def read_rope(
     return parse_rope(settings, get.where, **sizes, partial_rotary=partial is not None)
 
 
+def read_growing_rope(
+    get: Reader, fields: Mapping[str, Any], default: Mapping[str, Any], share: float | None = None
+) -> RopeConfig:
+    """Rotary positions of a model whose queries grow with their position (`RopeConfig.query_beta`).
+
+    Args:
+        get: the config.json, with a default for `rope_theta`.
+        fields: the fields of `ModelConfig` read so far.
+        default: settings of a file without any.
+        share: `partial_rotary_factor` of transformers' heads, of which `head_dim` features turn; None: all.
+
+    Raises:
+        ConvertError: as `parse_rope`; another share; no scale of the queries.
+    """
+    get.asked |= NAMES
+    positions = fields["max_position_embeddings"]
+    given = any(get.config.get(field) is not None for field in (NEW, OLD))
+    config = get.config if given else {**get.config, NEW: default}
+    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
+    beta = settings.values.pop(QUERY_BETA, None)
+    settings.values.pop("max_position_embeddings", None)  # transformers ignores it
+    if settings.values.get("partial_rotary_factor") == share:
+        settings.values.pop("partial_rotary_factor", None)
+    rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"])
+    # the scale of queries counts in original lengths, whether or not the scaling of positions does
+    original = rope.original_max_position_embeddings or settings.values.get(ORIGINAL)
+    where = Reader({QUERY_BETA: beta, ORIGINAL: original}, f"{get.where}: {settings.field}", {})
+    return dataclasses.replace(
+        rope, original_max_position_embeddings=where.integer(ORIGINAL), query_beta=where.number(QUERY_BETA)
+    )
+
+
 def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
     """Rotary positions of a model with separate ones in windowed layers.
 
@@ -300,13 +343,15 @@ def _attention_factor(values: Mapping[str, Any]) -> float:
     """YaRN's factor of cosines and sines: explicit, or 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim."""
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-
-    def grown(scale: float) -> float:
-        return 1.0 if values["factor"] <= 1 else 0.1 * scale * math.log(values["factor"]) + 1.0
-
+    factor = values["factor"]
     if values.get("mscale") and values.get("mscale_all_dim"):
-        return grown(values["mscale"]) / grown(values["mscale_all_dim"])
-    return grown(1.0)
+        return _grown(factor, values["mscale"]) / _grown(factor, values["mscale_all_dim"])
+    return _grown(factor, 1.0)
+
+
+def _grown(factor: float, scale: float) -> float:
+    """YaRN's growth of products of queries and keys, its square root, with the length of the context."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _wrong(where: str, name: str, expected: str, given: object) -> ConvertError:

@@ -4,8 +4,9 @@ A family's table gives rows, in names of dimensions; a config.json fills in laye
 Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
 
 Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers, X
-experts, EF and SF feed-forward width of an expert and of the shared one, Q rank of a latent, C taps of a convolution;
-of a recurrent state J key heads of size P, and G value heads of size U.
+experts, EF and SF feed-forward width of an expert and of the shared one, C taps of a convolution; of a recurrent state
+J key heads of size P, and G value heads of size U; of latent attention Q rank of the queries' latent, Z that of keys
+and values, N and R features of a head without positions and rotary ones.
 """
 
 import itertools
@@ -53,7 +54,8 @@ AXES = {
     "X": "expert",
     "EF": "expert_mlp",
     "SF": "mlp",
-    "Q": "latent",
+    **dict.fromkeys(("Q", "Z", "Z+R"), "latent"),
+    **dict.fromkeys(("H*(N+R)", "H*(N+R) of E", "H*(N+Dv)", "H*Dv"), "heads"),
     "C": "taps",
     "1": "gate",
     **dict.fromkeys(("J*P", "G", "U", "G*U", "2J*P+G*U", "2J*P+2G*U", "2G"), "state"),
@@ -186,6 +188,8 @@ def fill_table(
         sizes: of the dimensions.
         flags: those that the config raises, of `Row.when`.
         layers: the layers' kinds; a mixer's alone have the rows of its block.
+
+    A row with a dimension of size 0 is no tensor.
     """
     specs: list[WeightSpec] = []
     wanted = (row for row in rows if row.when is None or row.when in flags)
@@ -194,7 +198,8 @@ def fill_table(
         if not layered:
             specs += [row.spec(None, sizes) for row in members]
         for number, layer in enumerate(layers if layered else ()):
-            specs += [row.spec(number, sizes | layer.mixer.sizes) for row in members if row.is_in(layer)]
+            here = (row.spec(number, sizes | layer.mixer.sizes) for row in members if row.is_in(layer))
+            specs += [spec for spec in here if 0 not in spec.shape]
     return tuple(specs)
 
 
@@ -313,6 +318,17 @@ MLP = (
     *linear("mlp.gate_proj", "F", "E", GATE_UP),
     *linear("mlp.up_proj", "F", "E", GATE_UP),
     *linear("mlp.down_proj", "E", "F", DOWN),
+)
+#: Latent attention: queries of a latent or of the layer's input, one latent of keys and values with the rotary key.
+LATENT = (
+    *linear("self_attn.q_a_proj", "Q", "E", QKV),
+    *linear("self_attn.kv_a_proj_with_mqa", "Z+R", "E", QKV),
+    *norm("self_attn.q_a_layernorm", ("weight",), "Q"),
+    *norm("self_attn.kv_a_layernorm", ("weight",), "Z"),
+    *linear("self_attn.q_proj", "H*(N+R) of E", "E", "self_attn.q"),
+    *linear("self_attn.q_b_proj", "H*(N+R)", "Q", "self_attn.q"),
+    *linear("self_attn.kv_b_proj", "H*(N+Dv)", "Z", "self_attn.kv"),
+    *linear("self_attn.o_proj", "E", "H*Dv", OUT),
 )
 FUSED_MLP = (*linear("mlp.gate_up_proj", "2F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
 PLAIN_MLP = (*linear("mlp.up_proj", "F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))

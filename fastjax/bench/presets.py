@@ -53,6 +53,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
     ),
+    # zai-org/GLM-4.7-Flash on the Hugging Face hub, without what are transformers' defaults of glm4_moe_lite
+    "glm-4.7-flash": _sized(
+        {"model_type": "glm4_moe_lite", "vocab_size": 154880, "rope_theta": 1000000.0}, (2048, 10240, 47, 20)
+    ),
     "gpt-oss-20b": _sized(
         {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "vocab_size": 201088, "max_position_embeddings": 131072},
         (2880, 2880, 24, 64),

@@ -203,6 +203,11 @@ def row_length(options: LoadOptions, config: ModelConfig) -> int:
     length = options.max_seq_length
     if length is None:
         return min(2048, config.max_length)
+    if config.index_topk is not None and length > config.index_topk:
+        raise ConfigError(
+            f"max_seq_length: expected at most the model's index_topk, {config.index_topk}, got {length}; in longer "
+            "rows its attention is sparse, which is not supported"
+        )
     if length > config.max_length:
         pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
         raise ConfigError(

@@ -49,7 +49,13 @@ class LayerInputs(NamedTuple):
         bias = array_at(self.weights, group.path.with_leaf("bias")) if group.bias else None
         return Projection(group.parts, array_at(self.weights, group.path), bias, lora, wide, float8=self.float8)
 
-    def norm(self, part: str, block: str = "") -> Norm:
-        """A normalisation of a block; "": of the layer. It has no scale where the family's table has none."""
+    def norm(self, part: str, block: str = "", eps: float | None = None) -> Norm:
+        """A normalisation of a block; "": of the layer. It has no scale where the family's table has none.
+
+        Args:
+            part: its name.
+            block: the block's.
+            eps: its own; None: the model's.
+        """
         inside = self.weights[block] if block else self.weights
-        return Norm(self.config, inside.get(part, {}), WeightPath(None, block, part, "") in self.float32)
+        return Norm(self.config, inside.get(part, {}), WeightPath(None, block, part, "") in self.float32, eps)

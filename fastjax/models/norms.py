@@ -27,9 +27,11 @@ class Norm(nnx.Module):
         float32: whether the normalised values stay in float32 until they are scaled, whatever the input's dtype.
     """
 
-    def __init__(self, config: ModelConfig, arrays: Mapping[str, Array], float32: bool = False):
+    def __init__(
+        self, config: ModelConfig, arrays: Mapping[str, Array], float32: bool = False, eps: float | None = None
+    ):
         self.weight, self.bias = (BaseParam(arrays[leaf]) if leaf in arrays else None for leaf in ("weight", "bias"))
-        self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_offset
+        self.kind, self.eps, self.offset = config.norm, config.norm_eps if eps is None else eps, config.norm_offset
         self.float32 = float32 or config.norm_float32
 
     @property

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from convert.model.config import ModelConfig
+from convert.model.layers import Attention, LatentAttention
 from fastjax.models.caching import PAGE
 from fastjax.models.mixers.keys_values import ring_pages
 from fastjax.planning.memory import ALLOCATOR_BYTES
@@ -23,9 +24,18 @@ def cache_bytes(config: ModelConfig, dtype: DTypeLike, rows: int, pages: tuple[i
     """
     rings = [ring_pages(layer.sliding_window, rows, pages) for layer in config.attention]
     itemsize = jnp.dtype(dtype).itemsize
-    token = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    each = [_numbers(config, layer) * itemsize for layer in config.attention]
+    whole = sum(size for size, ring in zip(each, rings, strict=True) if ring is None)
+    windows = sum(size * (ring or 0) for size, ring in zip(each, rings, strict=True)) * pages[1]
     states = sum(4 * layer.matrices + layer.inputs * itemsize for layer in config.recurrent)
-    return rings.count(None) * token, rows * (sum(ring or 0 for ring in rings) * pages[1] * token + states)
+    return whole, rows * (windows + states)
+
+
+def _numbers(config: ModelConfig, mixer: Attention | LatentAttention) -> int:
+    """Numbers that a layer keeps of a token."""
+    if isinstance(mixer, LatentAttention):
+        return mixer.kv_lora_rank + mixer.qk_rope_head_dim
+    return 2 * config.num_key_value_heads * config.head_dim
 
 
 def pages_that_fit(config: ModelConfig, dtype: DTypeLike, rows: int, most: tuple[int, int], room: int) -> int:

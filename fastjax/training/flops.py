@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from convert.model.config import ModelConfig
+from convert.model.layers import Attention, LatentAttention
 from convert.model.paths import EMBEDDING, HEAD
 from fastjax.models.leaves import leaf_at
 
@@ -72,11 +73,18 @@ def step_flops(
         reference: whether there is a second pass forward, without the adapter, as in some losses of preferences.
     """
     products = (6 if reference else 4) * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
-    windows = [min(mixer.sliding_window or document_length, document_length) for mixer in config.attention]
-    keys = sum(window - window**2 / (2 * document_length) for window in windows) if document_length else 0.0
-    attention = (16 if reference else 12) * keys * config.num_attention_heads * config.head_dim
+    seen = 0.0  # keys, each by the size of a head
+    for mixer in config.attention if document_length else ():
+        window = min(mixer.sliding_window or document_length, document_length)
+        seen += (window - window**2 / (2 * document_length)) * _head_size(config, mixer)
+    attention = (16 if reference else 12) * seen * config.num_attention_heads
     states = (24 if reference else 18) * sum(layer.matrices for layer in config.recurrent)
     return float(tokens) * (products + attention + states)
+
+
+def _head_size(config: ModelConfig, mixer: Attention | LatentAttention) -> float:
+    """D; of latent attention, as it is trained, the mean of a key's and a value's."""
+    return (mixer.qk_head_dim + mixer.v_head_dim) / 2 if isinstance(mixer, LatentAttention) else config.head_dim
 
 
 def flops_per_token(config: ModelConfig, trainable: Any, document_length: float, *, reference: bool = False) -> float:

@@ -36,7 +36,7 @@ class Options(NamedTuple):
 def paged_attention(
     q: Float[Array, "R H D"],
     keys: Float[Array, "L N K P D"],
-    values: Float[Array, "L N K P Dv"],
+    values: Float[Array, "L N K P Dv"] | int,
     table: Int[Array, "R M"],
     lengths: Int[Array, "R"],
     *,
@@ -56,7 +56,8 @@ def paged_attention(
         q: the query of each row's last token.
         keys: pages of several layers, so that a loop over layers takes no slice of them; in q's dtype or
             float8_e4m3fn, which is read as q's.
-        values: pages of the same dtype; their size may differ from that of the keys.
+        values: pages of the same dtype; their size may differ from that of the keys. A number: a key's first so many
+            features are its value, as in latent attention.
         table: int32, the numbers of each row's pages.
         lengths: int32, tokens of each row, the last one included; with 0 the row's output is 0.
         layer: which layer's pages are read.
@@ -79,14 +80,16 @@ def paged_attention(
         sliding_window,
         None if logits_soft_cap is None else number("paged_attention", "logits_soft_cap", logits_soft_cap),
     )
-    chosen = REGISTRY.chosen(
-        implementation, dtype=q.dtype, page=keys.shape[3], sizes=(q.shape[-1], values.shape[-1]), scale=options.scale
-    )
+    sizes = q.shape[-1], None if isinstance(values, int) else values.shape[-1]
+    facts = {"dtype": q.dtype, "page": keys.shape[3], "sizes": sizes, "scale": options.scale}
+    chosen = REGISTRY.chosen(implementation, **facts)
     index = jnp.asarray(layer, jnp.int32)
     return chosen.forward(q, keys, values, table, lengths, index, sinks, options)
 
 
-def _why_not_triton(_: Target, page: int, sizes: tuple[int, int], scale: float, **facts) -> str | None:
+def _why_not_triton(_: Target, page: int, sizes: tuple[int, int | None], scale: float, **facts) -> str | None:
+    if sizes[1] is None:
+        return "it takes values beside the keys, not in them"
     if page < 16 or page & (page - 1):
         return f"it takes pages of a power of two tokens from 16 on, not of {page}"
     if any(size < 16 or size & (size - 1) for size in sizes):
@@ -104,6 +107,10 @@ REGISTRY = triton_or_xla(
 
 def _check(q: JaxArray, keys, values, table, lengths, sinks, sliding_window: int | None) -> None:
     rows, heads, size = q.shape
+    if isinstance(values, int):
+        if not 0 < values <= size:
+            raise ValueError(f"paged_attention: values: expected 1 to {size} features of a key, got {values}")
+        values = keys
     expected = {
         "keys": (keys.shape[-1:], (size,)),
         "values": (values.shape[:-1], keys.shape[:-1]),

@@ -7,7 +7,8 @@ def paged_attention(
     q, keys, values, table, lengths, *, layer=0, sliding_window=None, logits_soft_cap=None, sinks=None, scale=None
 ):
     """Arguments as in ``api.paged_attention``; computed in float64, whatever the inputs' dtype."""
-    q, keys, values = (np.asarray(array).astype(np.float64) for array in (q, keys[layer], values[layer]))
+    values = keys[layer][..., :values] if isinstance(values, int) else values[layer]
+    q, keys, values = (np.asarray(array).astype(np.float64) for array in (q, keys[layer], values))
     rows, heads, size = q.shape
     scale = size**-0.5 if scale is None else scale
     groups = heads // keys.shape[1]

@@ -12,7 +12,8 @@ _LOWEST = -1e30
 def forward(q, keys, values, table, lengths, layer, sinks, options) -> Array:
     """As `api.REGISTRY` has it."""
     rows, heads, size = q.shape
-    kv_heads, page, value_size = values.shape[2:]
+    kv_heads, page = keys.shape[2:4]
+    value_size = values if isinstance(values, int) else values.shape[4]
     block = min(max(1, _TILE // page), table.shape[1])
     tile = block * page
     layer = jnp.asarray(layer, jnp.int32)
@@ -28,8 +29,12 @@ def forward(q, keys, values, table, lengths, layer, sinks, options) -> Array:
     def body(number, carry):
         out, maximum, total = carry
         here = lax.dynamic_slice_in_dim(table, number * block, block, axis=1)
-        taken = (jnp.moveaxis(pages[layer, here].astype(q.dtype), 2, 1) for pages in (keys, values))
-        k, v = (each.reshape(rows, kv_heads, tile, -1) for each in taken)
+
+        def taken(pages):
+            return jnp.moveaxis(pages[layer, here].astype(q.dtype), 2, 1).reshape(rows, kv_heads, tile, -1)
+
+        k = taken(keys)
+        v = k[..., :value_size] if isinstance(values, int) else taken(values)
         logits = jnp.einsum("rkgd,rktd->rkgt", q, k, precision=precision, preferred_element_type=jnp.float32)
         logits = logits * options.scale
         if options.logits_soft_cap is not None:

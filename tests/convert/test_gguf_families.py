@@ -98,6 +98,13 @@ NOT_EXPORTED = {
     "gpt_oss",
     "apertus",
     "glm4_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "mistral4",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    *("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"),
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 UNSCALED = {"head_dim": 24, "rope_scaling": None}

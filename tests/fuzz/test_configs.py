@@ -46,6 +46,9 @@ CONFIGS = {
     **families.MIXTURES,
     "llama": families.LLAMA | {"head_dim": 8},
     **families.BESIDE,
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": families.CONFIGS["qwen3_5_text"]},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", "text_config": families.MIXTURES["qwen3_5_moe_text"]},
+    "kimi_k2": families.MIXTURES["deepseek_v3"] | {"model_type": "kimi_k2"},
 }
 #: Where each of three families has its rotary settings.
 SPELLINGS = {

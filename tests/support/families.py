@@ -405,6 +405,50 @@ MIXTURES |= {
     "qwen3_5_moe_text": without(_family("qwen3_5_moe_text", **_MIXED), "intermediate_size"),
     "qwen3_next": _family("qwen3_next", **_MIXED, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "rope_interleave": False,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+MIXTURES |= {
+    "deepseek_v3": _family("deepseek_v3", **_LATENT, first_k_dense_replace=1),
+    "glm4_moe_lite": _family("glm4_moe_lite", **_LATENT, mlp_layer_types=["sparse", "dense", "sparse"]),
+    "mistral4": _family("mistral4", **_LATENT, first_k_dense_replace=1)
+    | {
+        "rope_parameters": {
+            **YARN,
+            **{"mscale": 0.7, "mscale_all_dim": 1.3, "partial_rotary_factor": 6 / 16},
+            **{"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.7},
+        },
+    },
+}
+_INDEXED = {name: value for name, value in _LATENT.items() if name != "rope_interleave"}
+_INDEXED |= {"index_topk": 64, "index_head_dim": 8, "index_n_heads": 3, "first_k_dense_replace": 1}
+MIXTURES |= {
+    "deepseek_v32": _family("deepseek_v32", **_INDEXED, mlp_layer_types=["sparse", "dense", "sparse"]),
+    "glm_moe_dsa": _family(
+        "glm_moe_dsa",
+        **_INDEXED,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        indexer_types=["full", "shared", "full"],
+    ),
+}
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
 LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
 

@@ -29,6 +29,7 @@ IRRELEVANT = {
         (f"linear_{name}" for name in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")),
         "of fresh weights",
     ),
+    "num_mtp_layers": "of another module",
 }
 #: Sizes in place of a class's default ones, which fit no model.
 DIVISIBLE = {"glm4_moe": {"hidden_size": 96 * 64}}
@@ -43,6 +44,7 @@ REFUSED = {
     ("gpt_oss", "hidden_act"): "gelu",  # likewise
     ("apertus", "hidden_act"): "silu",  # there would be no numbers of xIELU
     ("phi", "resid_pdrop"): None,
+    **{(family, "mlp_bias"): True for family in ("deepseek_v32", "glm_moe_dsa")},  # no published model has it
 }
 
 

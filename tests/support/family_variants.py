@@ -143,6 +143,28 @@ MIXTURE_VARIANTS = {
             "num_nextn_predict_layers": 1,
         },
     ),
+    "deepseek_v3, as published": (
+        "deepseek_v3",
+        without(MIXTURES["deepseek_v3"], "rope_parameters", "rope_interleave", "attention_bias")
+        | {
+            "rope_theta": 300.0,
+            "rope_scaling": {
+                **{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
+                **{"beta_fast": 6, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+            **{"tie_word_embeddings": False, "norm_topk_prob": True, "num_nextn_predict_layers": 1},
+            **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1},
+            **{"aux_loss_alpha": 0.001, "seq_aux": True},
+        },
+    ),
+    "glm4_moe_lite, queries without a latent": (
+        "glm4_moe_lite",
+        without(MIXTURES["glm4_moe_lite"], "rope_parameters", "mlp_layer_types")
+        | {
+            **{"q_lora_rank": None, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            **{"rope_theta": 300.0, "rope_scaling": None, "partial_rotary_factor": 1.0},
+        },
+    ),
 }
 
 #: Fields without effect, with the value of some published config.json.

@@ -8,13 +8,24 @@ import copy
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+)
 
 from convert.families import family_for
 from convert.model.spec import WHOLE
 from convert.model.tensors import tensors_of
 
 torch.set_num_threads(1)
+AutoModelForCausalLM.register(
+    Mistral4Config, Mistral4ForCausalLM, exist_ok=True
+)  # a text model inside others alone there
+#: Parts that no model here computes.
+ABSENT = "vision_tower", "multi_modal", "visual", "indexer"
 
 
 def build(config, arrays):
@@ -29,11 +40,7 @@ def build(config, arrays):
         parts = [tensors.pop(name.replace(".q_", f".{part}_")) for part in "qkv"]
         tensors[name.replace(".q_conv1d", ".conv1d")] = torch.cat(parts)
     left = model.load_state_dict(tensors, strict=False)
-    missing = [
-        name
-        for name in left.missing_keys
-        if not any(part in name for part in ("vision_tower", "multi_modal", "visual"))
-    ]
+    missing = [name for name in left.missing_keys if not any(part in name for part in ABSENT)]
     tied = ["lm_head.weight"] if family.text_config(config)["tie_word_embeddings"] else []
     assert left.unexpected_keys == [] and missing in ([], tied), left
     model.tie_weights()

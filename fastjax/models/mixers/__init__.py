@@ -17,6 +17,7 @@ from fastjax.models.context import Context
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.mixers.gated_delta import GatedDelta
+from fastjax.models.mixers.latent import LatentAttention
 from fastjax.models.projection import Projection
 
 
@@ -115,4 +116,5 @@ class Mixer(Protocol):
 MIXERS: dict[type, Callable[[Any, LayerInputs], Mixer]] = {
     layers.Attention: Attention,
     layers.GatedDelta: GatedDelta,
+    layers.LatentAttention: LatentAttention,
 }

@@ -1,13 +1,11 @@
 """Softmax attention."""
 
-import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model import layers
@@ -18,11 +16,12 @@ from fastjax.lora.params import BaseParam
 from fastjax.models.context import Context, Slots
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers.keys_values import KeysValues, Rings, Seen, empty_keys_values
+from fastjax.models.mixers.softmax import attend, project_output
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, ROWS, batch_part, local
+from fastjax.parallel import ROWS, local
 from fastjax.residuals import HEADS, name_residual
-from pallas_kernels.attention import SegmentRanges, attention, ring_attention
+from pallas_kernels.attention import SegmentRanges, attention
 from pallas_kernels.glu import glu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope import rope
@@ -242,19 +241,8 @@ class Attention(nnx.Module):
 
     def _attend(self, q, k, v, ranges: SegmentRanges | None, key: PRNGKeyArray | None):
         """Causal attention of whole rows, on each device's own rows, or on the tokens of them that it has."""
-        dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _own_key(self.settings.block))
-
-        def attend(q, k, v, ranges, key, sinks):
-            options = self._options()
-            if self.across is not None:
-                return ring_attention(q, k, v, axis=self.across, segment_ranges=ranges, sinks=sinks, **options)
-            if key is not None:
-                row = batch_part() * q.shape[0]
-                options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}
-            return attention(q, k, v, segment_ranges=ranges, sinks=sinks, **options)
-
-        island = local(attend, in_specs=(*(ROWS,) * 3, P(BATCH), P(), P()), out_specs=ROWS)
-        return island(q, k, v, ranges, dropped, self._sink_logits())
+        options = {"dropout": self.dropout, "sinks": self._sink_logits(), **self._options()}
+        return attend(q, k, v, ranges, key, block=self.settings.block, across=self.across, **options)
 
     def _out(
         self,
@@ -266,12 +254,7 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B S E"]:
         """The projection of the heads' output, gated where there are gates, added to a residual stream."""
         out = out if gate is None else glu(gate, out, activation="sigmoid")
-        out = out.reshape(*out.shape[:2], -1)
-        if residual is None or set(self.o.dtypes(out.dtype)) == {residual.dtype}:
-            (out,) = self.o(out, key, residual=residual)
-            return out.astype(dtype)
-        (out,) = self.o(out, key)
-        return residual + out.astype(dtype)
+        return project_output(self.o, out, dtype, key, residual)
 
     def _sink_logits(self) -> Float[Array, " H"] | None:
         return None if self.sinks is None else self.sinks.weight[...].astype(jnp.float32)
@@ -282,8 +265,3 @@ class Attention(nnx.Module):
             "logits_soft_cap": self.soft_cap,
             "scale": self.scale,
         }
-
-
-def _own_key(block: str) -> int:
-    """Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`)."""
-    return zlib.crc32(block.encode()) & 0x7FFFFFFF

@@ -25,6 +25,46 @@ class Seen(NamedTuple):
     offset: int | Int[Array, "B"]
 
 
+def written_pages(held: Float[Array, "L N K P D"], new: Float[Array, "B S K D"], slots: Slots) -> Array:
+    """Pages with the new tokens in their places.
+
+    Args:
+        held: the pages.
+        new: what they are to hold of the new tokens.
+        slots: of these.
+    """
+    pages, places = slots.pages.reshape(-1), slots.positions.reshape(-1) % held.shape[3]
+    new = new.astype(held.dtype).reshape(-1, *new.shape[2:])
+    return held.at[slots.layer, pages, :, places].set(new, mode="promise_in_bounds")
+
+
+def filled_places(slots: Slots, page: int) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """`Seen.filled` and `Seen.offset` of rows whose pages are gathered.
+
+    Args:
+        slots: of the new tokens.
+        page: tokens of a page.
+    """
+    filled = (jnp.arange(slots.table.shape[1] * page)[None] < slots.lengths[:, None]).astype(jnp.int32)
+    return filled, slots.lengths - jnp.sum(slots.tokens, axis=1)
+
+
+def gathered_pages(
+    held: Float[Array, "L N K P D"], dtype: DTypeLike, filled: Int[Array, "B T"], slots: Slots
+) -> Float[Array, "B T K D"]:
+    """What the pages hold of each row's tokens, one after another.
+
+    Args:
+        held: the pages.
+        dtype: of the result.
+        filled: as of `filled_places`.
+        slots: of the new tokens.
+    """
+    table = jnp.where(filled[:, :: held.shape[3]] > 0, slots.table, 0)
+    taken = jnp.moveaxis(held[slots.layer, table], 2, 3)
+    return taken.reshape(table.shape[0], -1, *taken.shape[3:]).astype(dtype)
+
+
 class KeysValues(NamedTuple):
     """Keys and values of all tokens, in pages that rows may share."""
 
@@ -35,29 +75,17 @@ class KeysValues(NamedTuple):
 
     def written(self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots) -> "KeysValues":
         """With the new tokens in their places."""
-        pages, places = slots.pages.reshape(-1), slots.positions.reshape(-1) % self.keys.shape[3]
-
-        def with_new(held: Array, new: Array) -> Array:
-            new = new.astype(held.dtype).reshape(-1, *new.shape[2:])
-            return held.at[slots.layer, pages, :, places].set(new, mode="promise_in_bounds")
-
-        return KeysValues(with_new(self.keys, keys), with_new(self.values, values))
+        return KeysValues(written_pages(self.keys, keys, slots), written_pages(self.values, values, slots))
 
     def seen(
         self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots
     ) -> tuple["KeysValues", Seen]:
         """The state with the new tokens, and what they may see."""
         state = self.written(keys, values, slots)
-        places = jnp.arange(slots.table.shape[1] * self.keys.shape[3])
-        filled = (places[None] < slots.lengths[:, None]).astype(jnp.int32)
-        table = jnp.where(filled[:, :: self.keys.shape[3]] > 0, slots.table, 0)
-
-        def gathered(held: Array, dtype: DTypeLike) -> Array:
-            taken = jnp.moveaxis(held[slots.layer, table], 2, 3)
-            return taken.reshape(table.shape[0], -1, *taken.shape[3:]).astype(dtype)
-
-        offset = slots.lengths - jnp.sum(slots.tokens, axis=1)
-        return state, Seen(gathered(state.keys, keys.dtype), gathered(state.values, values.dtype), filled, offset)
+        filled, offset = filled_places(slots, self.keys.shape[3])
+        news = zip(state, (keys, values), strict=True)
+        taken = (gathered_pages(held, new.dtype, filled, slots) for held, new in news)
+        return state, Seen(*taken, filled, offset)
 
     def paged(self, slots: Slots) -> tuple[Float[Array, "L N K P D"], Float[Array, "L N K P D"], Int[Array, "B M"]]:
         """Keys, values and table for `paged_attention`."""

@@ -247,11 +247,18 @@ def test_devices_that_answer_as_one_have_the_same_adapters():
     check(devices, models, [(prompts()[0], name, 1) for name in ("sums", "Sums", None, "sums")])
 
 
-@pytest.mark.exhaustive(by="test_each_row_has_its_own_adapter_and_no_other")
-def test_a_router_and_a_shared_expert_take_several_adapters(tmp_path):
-    config = {**MIXTURES["qwen2_moe"], "initializer_range": 0.3}
+@pytest.mark.exhaustive("deepseek_v3")
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("qwen2_moe", ["o_proj", "shared_expert.down_proj", "shared_expert.up_proj", "shared_expert_gate"]),
+        ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]),
+    ],
+    ids=["qwen2_moe", "deepseek_v3"],
+)
+def test_shared_experts_and_latents_take_several_adapters(family, modules, tmp_path):
+    config = {**MIXTURES[family], "initializer_range": 0.3}
     moe = tiny.model(tmp_path, config).value
-    modules = ["o_proj", "shared_expert.down_proj", "shared_expert.up_proj", "shared_expert_gate"]
     models = {seed: tiny.adapted(moe, int(seed), lora_alpha=64, target_modules=modules) for seed in ("1", "2")}
     engine = Engine(moe, adapters=models, rows=4)
     prompt = tiny.documents(config, (12,))[0].tolist()

@@ -247,4 +247,4 @@ def test_random_weights_of_another_model_take_the_same_programs():
 
 
 def test_every_table_has_a_mapping():
-    assert set(FAMILIES) == {*EVERY, *BESIDE, "llama"}
+    assert set(FAMILIES) == {*EVERY, *BESIDE, "llama", "kimi_k2", "qwen3_5", "qwen3_5_moe"}

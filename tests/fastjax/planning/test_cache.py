@@ -20,6 +20,7 @@ KIB = 1024
     [
         ("llama3-8b", jnp.bfloat16, (128 * KIB, 0)),
         ("llama3-8b", jnp.float8_e4m3fn, (64 * KIB, 0)),
+        ("glm-4.7-flash", jnp.bfloat16, (47 * 2 * (512 + 64), 0)),
         ("qwen3-30b-a3b", jnp.bfloat16, (96 * KIB, 0)),  # 48 layers of 4 key heads of 128
         # of 24 layers of 8 key heads of 64 half have a window of 128, two pages of 64
         ("gpt-oss-20b", jnp.bfloat16, (24 * KIB, 10 * 2 * 64 * 24 * KIB)),

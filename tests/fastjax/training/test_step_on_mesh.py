@@ -42,14 +42,20 @@ MIXTURE = families.MIXTURES["qwen2_moe"] | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+#: Latent attention, its projections wide enough to be split.
+LATENT = families.MIXTURES["deepseek_v3"] | {
+    **{"hidden_size": 64, "moe_intermediate_size": 64, "vocab_size": CONFIG["vocab_size"], "num_hidden_layers": 2},
+    **{"q_lora_rank": 32, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 
 
 @functools.cache
 def model(kind):
-    if kind == "mixture":
+    if kind in ("mixture", "latent"):
         with tempfile.TemporaryDirectory() as folder:
-            return tiny.adapted(tiny.model(Path(folder), MIXTURE), target_parameters=EXPERTS)
+            base = tiny.model(Path(folder), MIXTURE if kind == "mixture" else LATENT)
+            return tiny.adapted(base, target_parameters=EXPERTS)
     changed = ("hidden_size", "intermediate_size", "tie_word_embeddings", "attention_dropout")
     folder = tiny.shared_folder(**{name: CONFIG[name] for name in changed})
     loop = "unroll" if kind == "full, unrolled" else "scan"
@@ -100,6 +106,7 @@ def trained(kind, mesh=None):
         ("full, unrolled", "data and fsdp"),  # whose layers are stacked for the optimizer
         ("qlora", "data and fsdp"),
         ("mixture", "experts and fsdp"),
+        ("latent", "experts and fsdp"),
     ],
 )
 def test_eight_devices_equal_one(kind, mesh):

@@ -65,6 +65,16 @@ def test_as_in_float64(name, splits, dtype, features, shape):
     assert not found[0].any(), "a row without tokens"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_features_of_the_keys(dtype):
+    q, keys, _, *rest = inputs(dtype, 4, 1, 32, 32)
+    found = np.asarray(paged_attention(q, keys, 24, *rest, layer=1, implementation="xla"), np.float64)
+    expected = reference.paged_attention(q, keys, keys[..., :24], *rest, layer=1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 if dtype == "float32" else 3e-2)
+    with pytest.raises(ValueError, match="expected 1 to 32 features of a key, got 33"):
+        paged_attention(q, keys, 33, *rest)
+
+
 @pytest.mark.parametrize("name, splits", [("xla", 1), ("triton", 2)])
 def test_pages_in_float8_are_read_as_the_queries_dtype(name, splits):
     arrays = inputs("bfloat16", *SHAPES["grouped"], held=jnp.float8_e4m3fn)

@@ -28,6 +28,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "qwen3.5-9b": 8_953_803_264,  # the text model, as published in GGUF
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "glm-4.7-flash": 29_943_393_920,  # without the module that predicts further tokens
 }
 
 
