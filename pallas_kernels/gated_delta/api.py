@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.config import SAVEABLE_NAMES
 from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
-from pallas_kernels.gated_delta import reference, triton, triton_backward, xla
+from pallas_kernels.gated_delta import triton, triton_backward, xla
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
-from pallas_kernels.transformations import custom_vjp, number, with_automatic_axes
+from pallas_kernels.gated_delta.one import one_token
+from pallas_kernels.transformations import custom_vjp, known, number, with_automatic_axes
 
 
 def gated_delta(
@@ -58,20 +59,19 @@ def gated_delta(
     """
     _check(q, k, v, decay, beta, segment_ids, state)
     scale = number("gated_delta", "scale", scale)
-    if v.shape[1] == 1 and implementation is None:
-        return reference.gated_delta(q, k, v, decay, beta, scale=scale, segment_ids=segment_ids, state=state)
-    states = v.shape[0] * v.shape[2] * k.shape[3] * v.shape[3] * -(-v.shape[1] // CHUNK)
-    chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(k.shape[-1], v.shape[-1]), states=states)
-    precise = wide(v.dtype)
-    if state is None:
-        state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), precise)
+    precise, (batch, length, heads, value_size), size = wide(v.dtype), v.shape, k.shape[3]
+    state = jnp.zeros((batch, heads, size, value_size), precise) if state is None else state.astype(precise)
+    if length == 1 and implementation is None:
+        return one_token(q, k, v, decay, beta, state, scale)
+    states = known(batch, 1) * heads * size * value_size * -(-length // CHUNK)
+    chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(size, value_size), states=states)
     operands = padded((q, k, v, decay.astype(precise), beta.astype(precise)))
     out, after = with_automatic_axes(
         lambda *given: _by_chunks(*given, scale, chosen),
-        *(*operands, state.astype(precise), segment_ids),
+        *(*operands, state, segment_ids),
         rows_like=(v, v),
     )
-    return out[:, : v.shape[1]], after
+    return out[:, :length], after
 
 
 def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> str | None:

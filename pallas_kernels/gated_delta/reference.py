@@ -1,4 +1,4 @@
-"""The recurrence token by token: the oracle, and how one token is computed after others.
+"""The recurrence token by token in plain jax.numpy: the oracle.
 
 float64 inputs are computed in float64, others in float32.
 """
