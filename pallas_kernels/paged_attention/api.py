@@ -80,15 +80,16 @@ def paged_attention(
         sliding_window,
         None if logits_soft_cap is None else number("paged_attention", "logits_soft_cap", logits_soft_cap),
     )
-    sizes = q.shape[-1], None if isinstance(values, int) else values.shape[-1]
-    facts = {"dtype": q.dtype, "page": keys.shape[3], "sizes": sizes, "scale": options.scale}
+    inside = isinstance(values, int)
+    sizes = q.shape[-1], values if isinstance(values, int) else values.shape[-1]
+    facts = {"dtype": q.dtype, "page": keys.shape[3], "sizes": sizes, "scale": options.scale, "inside": inside}
     chosen = REGISTRY.chosen(implementation, **facts)
     index = jnp.asarray(layer, jnp.int32)
     return chosen.forward(q, keys, values, table, lengths, index, sinks, options)
 
 
-def _why_not_triton(_: Target, page: int, sizes: tuple[int, int | None], scale: float, **facts) -> str | None:
-    if sizes[1] is None:
+def _why_not_triton(_: Target, page: int, sizes: tuple[int, int], scale: float, inside: bool, **facts) -> str | None:
+    if inside:
         return "it takes values beside the keys, not in them"
     if page < 16 or page & (page - 1):
         return f"it takes pages of a power of two tokens from 16 on, not of {page}"

@@ -83,9 +83,8 @@ class KeysValues(NamedTuple):
         """The state with the new tokens, and what they may see."""
         state = self.written(keys, values, slots)
         filled, offset = filled_places(slots, self.keys.shape[3])
-        news = zip(state, (keys, values), strict=True)
-        taken = (gathered_pages(held, new.dtype, filled, slots) for held, new in news)
-        return state, Seen(*taken, filled, offset)
+        keys, values = (gathered_pages(held, keys.dtype, filled, slots) for held in state)
+        return state, Seen(keys, values, filled, offset)
 
     def paged(self, slots: Slots) -> tuple[Float[Array, "L N K P D"], Float[Array, "L N K P D"], Int[Array, "B M"]]:
         """Keys, values and table for `paged_attention`."""

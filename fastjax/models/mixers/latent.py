@@ -158,8 +158,8 @@ class LatentAttention(nnx.Module):
         else:
             filled, offset = filled_places(slots, state.latents.shape[3])
             seen = gathered_pages(state.latents, q.dtype, filled, slots)
-            documents = {"segment_ids": slots.tokens, "kv_segment_ids": filled}
-            out = attention(absorbed, seen, seen[..., :rank], query_offset=offset, scale=self.scale, **documents)
+            options: dict[str, Any] = {"segment_ids": slots.tokens, "kv_segment_ids": filled, "query_offset": offset}
+            out = attention(absorbed, seen, seen[..., :rank], scale=self.scale, **options)
         return to_values(out)
 
     def _maps(self, dtype: jnp.dtype) -> tuple[Any, Any]:
