@@ -161,7 +161,7 @@ MIXTURE_VARIANTS = {
         "glm4_moe_lite",
         without(MIXTURES["glm4_moe_lite"], "rope_parameters", "mlp_layer_types")
         | {
-            **{"q_lora_rank": None, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            **{"q_lora_rank": None, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "rope_interleave": True},
             **{"rope_theta": 300.0, "rope_scaling": None, "partial_rotary_factor": 1.0},
         },
     ),

@@ -51,11 +51,12 @@ LENGTHS = (45, 1, 15)
 
 
 EVERY = VARIANTS | SPELLINGS | MIXTURE_VARIANTS
-#: Variants that say in other fields what the family's own config does.
+#: Variants that say in other fields what the family's own config does; families that are DeepSeek-V3 in other fields.
 SPELLED = (
     *("qwen2, windows by number", "qwen3, windows by number", "gemma2, windows by turns", "phi3, old spelling"),
     *("gemma3_text, old spelling", "gemma3_text, flat", "smollm3, by interval", "mistral, layer_types"),
     *("hunyuan_v1_dense, as published", "gemma, gelu_python"),
+    *("deepseek_v3, as published", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
 )
 AS_WRITTEN = "tests/fastjax/models/test_families.py::test_a_config_as_transformers_writes_it"
 
