@@ -39,6 +39,8 @@ _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 #: Kinds that stay in float32: vectors, and what chooses and weighs experts.
 _EXACT = VECTORS | {"router", "gate"}
+#: End of a path -> as the library knows it.
+_CHOICE_BIAS = ("mlp.router.choice_bias", "mlp.expert_bias.bias")
 _FORMAT = 1  # version of an interrupted conversion's records; another version starts anew
 _WHOLE = 2**16  # fewest elements of a quantiser call, and a multiple of every block
 
@@ -179,6 +181,7 @@ class _Contents:
         }
         for path, row in weights.specs.items():
             prefix = "" if row.path.part == HEAD else "model."
+            path = path.replace(*_CHOICE_BIAS)
             name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
             biases = (None, *parameters.architecture.biases)  # None: of norms and heads, which are the family's own
             if name is None or row.kind == "bias" and row.group not in biases:
@@ -196,7 +199,8 @@ class _Contents:
         writer.add_name(self.weights.checkpoint.folder.name)
         writer.add_vocab_size(self.rows)
         for key, value in self.parameters.keys.items():
-            getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
+            kind = {"rope_scaling_type": gguf.RopeScalingType, "expert_gating_func": gguf.ExpertGatingFuncType}.get(key)
+            getattr(writer, f"add_{key}")(value if kind is None else kind(value))
         kinds = {"F32": "ALL_F32"}.get(self.type.name, f"MOSTLY_{self.type.name}")
         writer.add_file_type(gguf.LlamaFileType[kinds])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

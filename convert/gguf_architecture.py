@@ -70,7 +70,9 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
         "key_length": model.head_dim,
         "value_length": model.head_dim,
         **_mixture_keys(model),
+        "layer_norm_eps" if model.norm == "layer" else "layer_norm_rms_eps": model.norm_eps,
         **{key: get.positive(name) for name, key in architecture.numbers.items()},
+        **{key: value for name, key in architecture.optional.items() if (value := get.optional_number(name))},
         **rope,
         **windows,
     }
@@ -93,8 +95,11 @@ def _check(architecture: Architecture, family: Family, model: ModelConfig, get: 
         wanted = model.hidden_size // heads if layers == architecture.wide else model.head_dim
         if get.value("query_pre_attn_scalar") != wanted:
             raise get.wrong("query_pre_attn_scalar", f"{wanted}, {means}")
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if cap not in architecture.numbers and getattr(model, cap) is not None:
+    missing = set(architecture.biases) - model.biases if architecture.biased else ()
+    if missing:
+        raise unexpected(get.where, "biases", f"those of {', '.join(sorted(architecture.biases))}, {means}", "none")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):
+        if cap not in {*architecture.numbers, *architecture.optional} and getattr(model, cap) is not None:
             raise get.wrong(cap, "null, for GGUF")
     if not architecture.tied and model.tie_word_embeddings:
         raise get.wrong("tie_word_embeddings", f"false: llama.cpp's {name} has a head of its own")
@@ -126,6 +131,7 @@ def _mixture_keys(model: ModelConfig) -> dict[str, Any]:
         "expert_used_count": model.moe.router.experts_per_token,
         "expert_feed_forward_length": model.moe.intermediate_size,
         **({"expert_shared_feed_forward_length": shared} if shared else {}),
+        **({"expert_gating_func": 2} if model.moe.router.score == "sigmoid" else {}),
     }
 
 

@@ -28,7 +28,7 @@ def is_renamed(name: str, family: Family) -> bool:
     mixture = family.mixture
     if mixture is None or not mixture.renamed:
         return False
-    return any(f".{name}".endswith(f".{last}") for last in (mixture.router, *mixture.projections))
+    return any(f".{name}".endswith(f".{last}") for last in (mixture.router_name, *mixture.projections))
 
 
 def to_parameters(settings: Mapping[str, Any], modules: Iterable[str], family: Family) -> dict[str, Any]:

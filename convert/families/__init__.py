@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, unexpected
+from convert.families.afmoe import AFMOE
 from convert.families.apertus import APERTUS
 from convert.families.arcee import ARCEE
 from convert.families.cohere import COHERE
@@ -13,6 +14,7 @@ from convert.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from convert.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from convert.families.ernie4_5 import ERNIE4_5
 from convert.families.exaone4 import EXAONE4
+from convert.families.exaone_moe import EXAONE_MOE
 from convert.families.family import Family, Ignored
 from convert.families.gemma import GEMMA
 from convert.families.gemma2 import GEMMA2
@@ -22,8 +24,12 @@ from convert.families.glm4_moe import GLM4_MOE
 from convert.families.glm4_moe_lite import GLM4_MOE_LITE
 from convert.families.gpt_oss import GPT_OSS
 from convert.families.granite import GRANITE
+from convert.families.granite_swa import GRANITE_SWA
+from convert.families.helium import HELIUM
 from convert.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from convert.families.hy_v3 import HY_V3
 from convert.families.llama import LLAMA
+from convert.families.minimax_m2 import MINIMAX_M2
 from convert.families.ministral import MINISTRAL
 from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
@@ -31,6 +37,7 @@ from convert.families.mistral3 import MISTRAL3
 from convert.families.mistral4 import MISTRAL4
 from convert.families.mixtral import MIXTRAL
 from convert.families.nemotron import NEMOTRON
+from convert.families.olmo import OLMO
 from convert.families.olmo2 import OLMO2
 from convert.families.olmo3 import OLMO3
 from convert.families.olmo_hybrid import OLMO_HYBRID
@@ -46,6 +53,8 @@ from convert.families.qwen3_moe import QWEN3_MOE
 from convert.families.qwen3_next import QWEN3_NEXT
 from convert.families.seed_oss import SEED_OSS
 from convert.families.smollm3 import SMOLLM3
+from convert.families.solar_open import SOLAR_OPEN
+from convert.families.starcoder2 import STARCODER2
 
 __all__ = ["FAMILIES", "Family", "Ignored", "family_for"]
 
@@ -56,7 +65,9 @@ FAMILIES: dict[str, Family] = {
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
         *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3),
+        *(STARCODER2, OLMO, HELIUM, GRANITE_SWA),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
+        *(MINIMAX_M2, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE),
         *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID),
         *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
     )

@@ -4,7 +4,7 @@ from convert.families.family import Family
 from convert.families.gguf import Architecture
 from convert.model.spec import ATTENTION_GROUPS, qk_norm_flag
 
-NUMBERS = {"layer_norm_eps": "layer_norm_eps", "logit_scale": "logit_scale"}
+NUMBERS = {"logit_scale": "logit_scale"}
 
 COHERE = Family(
     "cohere",

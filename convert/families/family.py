@@ -24,10 +24,8 @@ from convert.model.spec import (
     ATTENTION,
     FUSED_ATTENTION,
     FUSED_MLP,
-    GATED_ATTENTION,
     INTERLEAVED,
     LINEAR,
-    MERGED,
     MLP,
     PLAIN_MLP,
     QK_NORMS,
@@ -74,7 +72,6 @@ IGNORED = (
 
 #: The layers behind the last one.
 FURTHER_TOKENS = Ignored(r"model\.layers\.{layers}\..*", "of the module that predicts further tokens", copied=True)
-
 _TIED = "tie_word_embeddings"
 _MERGED = ".experts.gate_up_proj"
 #: Before the names of a text model's modules inside another model, in versions of transformers.
@@ -174,8 +171,7 @@ class Family:
         def around(name: str | None) -> tuple[Row, ...]:
             return tuple(row._replace(mixer=only) for row in norm(name, leaves)) if name else ()
 
-        attention = GATED_ATTENTION if has.get("attention_gate") else ATTENTION
-        attention = FUSED_ATTENTION if "self_attn" in fused else attention
+        attention = FUSED_ATTENTION if "self_attn" in fused else ATTENTION[has.get("attention_gate")]
         if any(row.path.block == Attention.block for row in self.rows):
             attention = ()
         rows = table(
@@ -230,7 +226,7 @@ class Family:
         """The family with its experts' tensors and names as transformers 5 holds them."""
         if self.mixture is None or self.mixture.layout != APART:
             return self
-        return dataclasses.replace(self, mixture=dataclasses.replace(self.mixture, layout=MERGED, block="mlp"))
+        return dataclasses.replace(self, mixture=self.mixture.in_memory)
 
     def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
         """The fields of the text model; of two words on whether its head is tied transformers takes the outer one.

@@ -5,7 +5,7 @@ from typing import Any
 
 from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
-from convert.families.gguf import RMS_EPS, Architecture
+from convert.families.gguf import Architecture
 from convert.families.windows import windows
 from convert.model.reader import Reader
 
@@ -54,6 +54,6 @@ GEMMA2 = Family(
         period=2,
         wide=46,
         query_scale=True,
-        numbers={**RMS_EPS, **{name: name for name in _CAPS}},
+        numbers={name: name for name in _CAPS},
     ),
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from convert.model.spec import DOWN, GATE_UP, OUT, QKV
 
 ALL_BIASES = (QKV, OUT, GATE_UP, DOWN)
-RMS_EPS = {"rms_norm_eps": "layer_norm_rms_eps"}
 SCALINGS = ("default", "linear", "yarn")
 
 
@@ -21,12 +20,14 @@ class Architecture:
         paired: Whether it pairs neighbours in rotary positions where the family pairs halves: rows of q and k move.
         activation: The one that llama.cpp computes.
         biases: Groups of projections with biases.
+        biased: Whether these always have them.
         norm_shift: Added to normalisations' scales.
         square: Whether all heads together must be as wide as the model.
         period: All layers but every `period`-th have a window; None: no windows.
         wide: Number of layers at which width per head replaces head size in the scale of the scores.
         query_scale: Whether the config has a scale of the scores; it must equal llama.cpp's.
         numbers: Field of config.json -> key for it, as `GGUFWriter.add_…` is called.
+        optional: Further ones that may be null, and have no key then.
         scalings: Supported types of rotary scaling.
         scaling_named: Whether the absence of a scaling is a key of its own.
         original: Whether the original length is always a key.
@@ -42,12 +43,14 @@ class Architecture:
     paired: bool = False
     activation: str = "silu"
     biases: tuple[str, ...] = ()
+    biased: bool = False
     norm_shift: float = 0.0
     square: bool = False
     period: int | None = None
     wide: int | None = None
     query_scale: bool = False
-    numbers: Mapping[str, str] = field(default_factory=lambda: RMS_EPS)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
     scalings: tuple[str, ...] = SCALINGS
     scaling_named: bool = False
     original: bool = False

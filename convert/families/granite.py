@@ -1,7 +1,7 @@
 """Granite: Llama with multipliers of embeddings, residuals, scores and logits."""
 
 from convert.families.family import Family
-from convert.families.gguf import ALL_BIASES, RMS_EPS, Architecture
+from convert.families.gguf import ALL_BIASES, Architecture
 from convert.families.llama import BIASES
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
@@ -19,7 +19,6 @@ GRANITE = Family(
         paired=True,
         biases=ALL_BIASES,
         numbers={
-            **RMS_EPS,
             "attention_multiplier": "attention_scale",
             "embedding_multiplier": "embedding_scale",
             "residual_multiplier": "residual_scale",

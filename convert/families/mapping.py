@@ -13,9 +13,9 @@ from convert.model.layers import MLP, MOE, Attention, Layer
 from convert.model.paths import HEAD
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
-from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
+from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS, SHARED_GROUPS
 
-_BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, HEAD))
+_BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, *SHARED_GROUPS, HEAD))
 #: Further fields of a config.json with a text section, about the other part.
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
@@ -77,7 +77,7 @@ def _read(family: Family, config: Mapping[str, Any], where: str) -> ModelConfig:
         **sizes,
         "num_hidden_layers": layers,
         "hidden_act": family.constants.get("hidden_act") or get.activation(family.name("hidden_act")),
-        "norm_eps": get.number(family.name("norm_eps")),
+        "norm_eps": family.constants.get("norm_eps") or get.number(family.name("norm_eps")),
         "tie_word_embeddings": get.flag("tie_word_embeddings") and not scored,
         "scored": scored,
         "max_position_embeddings": get.integer("max_position_embeddings"),

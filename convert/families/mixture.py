@@ -5,7 +5,8 @@ after the other, [X, 2F, E] ("merged"; transformers 5 in memory), or by turns an
 ("interleaved"; gpt-oss). In the tree gate, up and down are one weight each, [X, out, in].
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from convert.errors import unexpected
@@ -14,7 +15,7 @@ from convert.model.layers import MOE
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from convert.model.reader import Reader
-from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, SHARED_DOWN, SHARED_GATE_UP, Row
+from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, MERGED, SHARED_DOWN, SHARED_GATE_UP, Row
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: Fields beside `grouped_mixture`'s in published files -> their values without effect.
@@ -47,9 +48,11 @@ class Mixture:
         layout: of the experts' tensors: "apart", "merged" or "interleaved".
         block: the block's name in files.
         router: the router's.
+        choice_bias: of the router's bias for the choice.
         shared: the shared expert's.
         projections: names of gate, up and down of an expert by itself.
         renamed: whether PEFT takes the names of projections and router for the experts (`convert.renamed_modules`).
+        held: the names that differ as transformers 5 holds the mixture, by their fields here.
     """
 
     read: Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]
@@ -57,9 +60,21 @@ class Mixture:
     layout: str = APART
     block: str = "mlp"
     router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
     projections: tuple[str, str, str] = PROJECTIONS
     renamed: bool = True
+    held: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def in_memory(self) -> "Mixture":
+        """The mixture as transformers 5 holds it."""
+        return dataclasses.replace(self, **{"layout": MERGED, "block": "mlp", **self.held})
+
+    @property
+    def router_name(self) -> str:
+        """The last part of the router's name."""
+        return WeightPath.parse(self.router).part
 
     def rows(self) -> tuple[Row, ...]:
         """The tensors of one layer's mixture."""
@@ -71,7 +86,7 @@ class Mixture:
             _row(f"{start}.weight", "mlp", ROUTER, "weight", "X", "E", kind="router"),
             _row(f"{start}.bias", "mlp", ROUTER, "bias", "X", kind="bias", when="router bias"),
             _row(
-                f"{start}.e_score_correction_bias",
+                f"{self.block}.{self.choice_bias}",
                 *("mlp", ROUTER, "choice_bias", "X"),
                 kind="choice_bias",
                 when="choice bias",
@@ -97,12 +112,10 @@ class Mixture:
         return (
             *(
                 _row(
-                    f"{start}.{part}.weight",
-                    *("mlp.shared_expert", part, "weight", *dims),
-                    kind="matrix",
-                    group=group,
+                    f"{start}.{part}.{leaf}", "mlp.shared_expert", part, leaf, *axes, kind=kind, group=group, when=when
                 )
                 for part, (dims, group) in _SHARED.items()
+                for leaf, kind, axes, when in (("weight", "matrix", dims, None), ("bias", "bias", dims[:1], group))
             ),
             _row(
                 f"{start}_gate.weight",
@@ -151,6 +164,34 @@ def chosen_experts(get: Reader, experts: int) -> int:
     return chosen
 
 
+def sigmoid_router(get: Reader, *names: str, scale: float = 1.0) -> RouterConfig:
+    """A router by sigmoids, with a bias for the choice, whose chosen weights are divided by their sum.
+
+    Args:
+        get: the config.json.
+        names: of the number of experts.
+        scale: factor of the weights.
+    """
+    experts = number_of_experts(get, *names)
+    chosen = chosen_experts(get, experts)
+    return RouterConfig(experts, chosen, score="sigmoid", normalize=True, scale=scale, choice_bias=True)
+
+
+def with_shared(get: Reader, router: RouterConfig, name: str) -> MoeConfig:
+    """Experts of `moe_intermediate_size`, and a shared one as wide as several.
+
+    Args:
+        get: the config.json.
+        router: of the experts.
+        name: of the number of the shared expert's widths.
+    """
+    size = get.integer("moe_intermediate_size")
+    shared = size * get.integer(name)
+    if shared >= 2**31:
+        raise unexpected(get.where, name, "a width below 2³¹", shared)
+    return MoeConfig(router, size, shared)
+
+
 def softmax_router(get: Reader, *names: str, normalize: bool | None = None) -> RouterConfig:
     """A router by softmax over all experts.
 
@@ -177,29 +218,30 @@ def softmax_mixture(
 
 
 def grouped_mixture(
-    layers_of: Callable[[Reader, int], tuple[bool, ...]] | None = None, score: str = "sigmoid"
+    layers_of: Callable[[Reader, int], tuple[bool, ...]] | None = None,
+    score: str = "sigmoid",
+    *,
+    experts: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    shared: str = "n_shared_experts",
 ) -> Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]:
     """Mixtures whose experts are chosen within the best of their groups (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
         layers_of: (reader, number of layers) -> which layers have one; None: all behind `first_k_dense_replace`.
         score: as in `RouterConfig`; a sigmoid has a bias for the choice.
+        experts: names of the number of experts.
+        shared: name of the number of the shared expert's widths.
     """
 
     def read(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
-        router = _grouped_router(get, score)
-        size = get.integer("moe_intermediate_size")
-        moe = MoeConfig(router, size, size * get.integer("n_shared_experts"))
-        if moe.shared_intermediate_size >= 2**31:
-            raise unexpected(get.where, "n_shared_experts", "a width below 2³¹", moe.shared_intermediate_size)
+        moe = with_shared(get, _grouped_router(get, number_of_experts(get, *experts), score), shared)
         return moe, (layers_of or dense_first)(get, layers)
 
     return read
 
 
-def _grouped_router(get: Reader, score: str) -> RouterConfig:
+def _grouped_router(get: Reader, experts: int, score: str) -> RouterConfig:
     get.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}
-    experts = number_of_experts(get, "n_routed_experts", "num_local_experts")
     chosen, groups = chosen_experts(get, experts), get.integer("n_group")
     if experts % groups or (experts < 2 * groups):
         raise get.wrong("n_group", f"a divisor of {experts} experts, two or more a group")
@@ -222,9 +264,9 @@ def _grouped_router(get: Reader, score: str) -> RouterConfig:
     )
 
 
-def dense_first(get: Reader, layers: int) -> tuple[bool, ...]:
-    """A mixture in every layer behind the first `first_k_dense_replace`."""
-    dense = get.count("first_k_dense_replace", layers - 1)
+def dense_first(get: Reader, layers: int, name: str = "first_k_dense_replace") -> tuple[bool, ...]:
+    """A mixture in every layer behind the first ones, which a field counts."""
+    dense = get.count(name, layers - 1)
     return tuple(number >= dense for number in range(layers))
 
 

@@ -25,7 +25,6 @@ NEMOTRON = Family(
         biases=ALL_BIASES,
         norm_shift=1.0,
         square=True,
-        numbers={"norm_eps": "layer_norm_eps"},
         scalings=("default", "linear"),
         scaling_named=True,
         tied=False,

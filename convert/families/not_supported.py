@@ -4,22 +4,16 @@ import re
 
 #: A family, or a format of weights → its models' names, in small letters.
 _NAMES = {
-    **{"afmoe": "trinity-", "baichuan": "baichuan", "bloom": "bloom", "btlm": "btlm-", "dbrx": "dbrx"},
+    **{"baichuan": "baichuan", "bloom": "bloom", "btlm": "btlm-", "dbrx": "dbrx"},
     "deepseek": "deepseek-(v2|v[4-9])",
     **{"falcon": "falcon-(rw|7b|40b|180b)", "falcon_h1": "falcon-h1", "bitnet": "falcon-e-|bitnet"},
     **{"gemma3n": "gemma-?3n", "gemma4": "gemma-?4"},
     **{"gpt2": "gpt2|cerebras-gpt", "gpt_neox": "gpt-neox|pythia|redpajama-incite|dolly", "gptj": "gpt-j"},
-    **{
-        "granitemoehybrid": "granite-4",
-        "internlm": "internlm",
-        "jamba": "jamba",
-        "kimi": r"kimi-(?!k2(?![.\d]))",
-        "lfm2": "lfm2",
-    },
-    **{"llama4": "llama-?4-", "mamba": "mamba", "mimo": "mimo-", "minimax": "minimax", "mistral4": "mistral-small-4"},
+    **{"granitemoehybrid": "granite-4", "internlm": "internlm", "jamba": "jamba", "kimi": r"kimi-(?!k2(?![.\d]))"},
+    **{"lfm2": "lfm2", "llama4": "llama-?4-", "mamba": "mamba", "mimo": "mimo-", "minimax": "minimax-(?!m2)"},
     **{"mpt": r"mpt-\d|replit-code", "nemotron_h": "nemotron-(h|3|nano)(?!.*llama)", "opt": r"/opt-\d"},
     **{"qwen": r"qwen-\d"},
-    **{"stablelm": "stablelm", "starcoder2": "starcoder", "GPTQ, AWQ or AQLM": "gptq|awq|aqlm"},
+    **{"stablelm": "stablelm", "gpt_bigcode": "starcoder(?!2)", "GPTQ, AWQ or AQLM": "gptq|awq|aqlm"},
 }
 
 

@@ -15,6 +15,7 @@ OLMOE = Family(
         "num_experts": 64,
         "num_experts_per_tok": 8,
     },
+    numbers={"clip_qkv": "clip_qkv"},
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"qk_norm": "projection"},
     mixture=Mixture(softmax_mixture("num_experts", "num_local_experts")),

@@ -48,7 +48,6 @@ PHI = Family(
         biases=ALL_BIASES,
         square=True,
         grouped=False,
-        numbers={"layer_norm_eps": "layer_norm_eps"},
         scalings=("default",),
         tied=False,
     ),

@@ -10,7 +10,7 @@ from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.model.spec import ATTENTION_GROUPS
 
-CONSTANTS = {"qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
+CONSTANTS = {"qk_norm": "head", "norm_offset": 1.0, "attention_gate": "queries"}
 
 
 def quarter_rotary(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class ModelConfig:
     Attributes:
         rows: the family's table of weights, in names of dimensions and flags; the sizes are this config's (`specs`).
         layers: kind of each layer.
-        biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
-            "mlp.down"; and "lm_head".
+        biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down",
+            "mlp.shared_expert.gate_up" and "mlp.shared_expert.down"; and "lm_head".
         attention_multiplier: factor of the products of queries and keys.
         fused: the blocks whose projections of the input are one module in files and adapters: queries, keys and values
             of "self_attn", gate and up of "mlp".
@@ -35,12 +35,14 @@ class ModelConfig:
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "unscaled head" (each head, by
             no scale), "heads" (a scale for each), "projection" (all heads together), or None.
         qk_norm_after_rope: whether queries and keys are normalised after the rotation, not before it.
-        attention_gate: whether a head's output is multiplied by the sigmoid of a gate; the queries' projection is twice
-            as wide, with query and gate of each head.
+        attention_gate: where the gates come from whose sigmoids the heads' outputs are multiplied by: "queries" (the
+            queries' projection is twice as wide, with query and gate of each head), "projection" (`gate_proj`), or
+            None: there are none.
         gated: whether the MLP is down(act(gate(x)) · up(x)); False: down(act(up(x))), with `up_proj` alone in
             "mlp.gate_up".
+        clip_qkv: largest magnitude of the elements of queries, keys and values, which are clipped before the rotation.
         rope: rotary positions of full-attention layers.
-        local_rope: those of windowed layers, where they differ.
+        local_rope: those of windowed layers, where they differ, or of the layers that name them.
         rope_interleaved: whether rotary pairs are neighbours, not one feature of each half.
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
         final_logit_softcapping: logits become cap · tanh(logit / cap).
@@ -51,6 +53,7 @@ class ModelConfig:
         swiglu_alpha: factor of the gate in its sigmoid, there.
         attention_dropout: dropout probability of attention weights in training.
         residual_dropout: dropout probability of the elements of attention's and MLP's outputs in training.
+        embedding_dropout: dropout probability of the elements of the embeddings in training.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of attention's and MLP's outputs.
         logit_scale: factor of the logits.
@@ -86,8 +89,9 @@ class ModelConfig:
     parallel_block: bool = False
     qk_norm: str | None = None
     qk_norm_after_rope: bool = False
-    attention_gate: bool = False
+    attention_gate: str | None = None
     gated: bool = True
+    clip_qkv: float | None = None
     local_rope: RopeConfig | None = None
     rope_interleaved: bool = False
     attn_logit_softcapping: float | None = None
@@ -98,6 +102,7 @@ class ModelConfig:
     swiglu_alpha: float = 1.702
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
+    embedding_dropout: float = 0.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0

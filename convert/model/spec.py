@@ -300,9 +300,9 @@ def table(*layer: tuple[Row, ...], norm_leaves: Collection[str] = ("weight",)) -
 QKV, OUT, GATE_UP, DOWN = "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"
 EXPERTS_GATE_UP, EXPERTS_DOWN = "mlp.experts.gate_up", "mlp.experts.down"
 SHARED_GATE_UP, SHARED_DOWN = "mlp.shared_expert.gate_up", "mlp.shared_expert.down"
-#: Groups of projections in the attention, and in the MLP.
-ATTENTION_GROUPS, MLP_GROUPS = (QKV, OUT), (GATE_UP, DOWN)
-ATTENTION = (
+#: Groups of projections in the attention, in the MLP and in the shared expert.
+ATTENTION_GROUPS, MLP_GROUPS, SHARED_GROUPS = (QKV, OUT), (GATE_UP, DOWN), (SHARED_GATE_UP, SHARED_DOWN)
+_ATTENTION = (
     *linear("self_attn.q_proj", "H*D", "E", QKV),
     *linear("self_attn.k_proj", "K*D", "E", QKV),
     *linear("self_attn.v_proj", "K*D", "E", QKV),
@@ -312,8 +312,13 @@ FUSED_ATTENTION = (
     *linear("self_attn.qkv_proj", "(H+2K)*D", "E", QKV),
     *linear("self_attn.o_proj", "E", "H*D", OUT),
 )
-#: The query's projection has for each head its query and the gate of its output.
-GATED_ATTENTION = (*linear("self_attn.q_proj", "2H*D", "E", QKV), *ATTENTION[2:])
+#: Where the gates of the heads' outputs come from: nowhere, out of the queries' projection, behind each head's query,
+#: or out of one of their own.
+ATTENTION = {
+    None: _ATTENTION,
+    "queries": (*linear("self_attn.q_proj", "2H*D", "E", QKV), *_ATTENTION[2:]),
+    "projection": (*_ATTENTION, *linear("self_attn.gate_proj", "H*D", "E", "self_attn.gate")),
+}
 MLP = (
     *linear("mlp.gate_proj", "F", "E", GATE_UP),
     *linear("mlp.up_proj", "F", "E", GATE_UP),

@@ -99,7 +99,7 @@ def candidates(config: ModelConfig) -> dict[WeightPath, Shape]:
 
 def projections(config: ModelConfig) -> list[str]:
     """The names of the projections in a layer."""
-    return list(dict.fromkeys(spec.path.part for spec in config.specs if spec.kind == "matrix"))
+    return _names(config, [spec.path.module for spec in config.specs if spec.kind == "matrix"])
 
 
 def parameters(config: ModelConfig) -> list[str]:
@@ -119,8 +119,13 @@ def _check_experts(adapter: AdapterConfig) -> None:
 
 def module_names(config: ModelConfig) -> list[str]:
     """The names that `target_modules` can list."""
-    modules = (path for path in candidates(config) if not path.of_experts and not path.is_router)
-    return list(dict.fromkeys(path.part for path in modules))
+    return _names(config, [path for path in candidates(config) if not path.of_experts and not path.is_router])
+
+
+def _names(config: ModelConfig, modules: Sequence[WeightPath]) -> list[str]:
+    """The last parts of modules' names in PEFT, each once."""
+    family = family_of(config)
+    return list(dict.fromkeys(WeightPath.parse(family.module_name(module)).part for module in modules))
 
 
 def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:

@@ -158,6 +158,7 @@ class Decoder(nnx.Module):
         lengths = document_lengths(positions, segment_ids)
         tokens, positions, segment_ids, lengths = self.executor.own_tokens((tokens, positions, segment_ids, lengths))
         x = embed(model, tokens)
+        x = drop(x, key, EMBEDDING, self.config.embedding_dropout)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
         rotary = rotary_tables(self.config, positions, lengths)

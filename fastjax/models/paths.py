@@ -63,9 +63,8 @@ def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
     inner = jnp.dtype(jnp.float32) if mixer.float32 else dtype
     if isinstance(mixer, Attention):
         yield _heads(layer.block, mixer, inner, tokens)
-    else:
-        yield from (ModulePath(_projection(layer.block, projection, inner)) for projection in mixer.inner)
-    yield from (ModulePath(_projection(layer.block, projection, inner)) for projection in mixer.outer)
+    rest = mixer.inner[1:] if isinstance(mixer, Attention) else mixer.inner
+    yield from (ModulePath(_projection(layer.block, projection, inner)) for projection in (*rest, *mixer.outer))
     if isinstance(mlp, Mixture):
         yield from _mixture(mlp, dtype, tokens)
     else:

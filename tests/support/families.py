@@ -305,6 +305,43 @@ CONFIGS |= {
         linear_allow_neg_eigval=False,
     ),
 }
+CONFIGS |= {
+    "starcoder2": without(
+        _family(
+            "starcoder2",
+            hidden_act="gelu",
+            tie_word_embeddings=False,
+            sliding_window=6,
+            num_key_value_heads=1,
+            norm_epsilon=3e-2,
+            use_bias=False,
+        ),
+        "rms_norm_eps",
+    ),
+    "olmo": without(
+        _family("olmo", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True, clip_qkv=0.7),
+        "rms_norm_eps",
+    ),
+    "helium": _family(
+        "helium",
+        hidden_size=40,
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+}
+CONFIGS["granite_swa"] = CONFIGS["granite"] | {
+    "model_type": "granite_swa",
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": [FULL, SLIDING] * 2,
+    "layer_rope_theta": [300.0, 50, 0, 50],
+    "max_position_embeddings": 160,
+    "rope_parameters": _SIZES["rope_parameters"],
+}
 _EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
 #: model_type -> a config.json of the families with mixtures of experts.
 MIXTURES = {
@@ -357,6 +394,7 @@ MIXTURES = {
         hidden_act="gelu",
         tie_word_embeddings=True,
         attention_bias=True,
+        clip_qkv=0.9,
         num_experts=4,
     ),
     "gpt_oss": _family(
@@ -447,6 +485,77 @@ MIXTURES |= {
         **_INDEXED,
         mlp_layer_types=["dense", "sparse", "sparse"],
         indexer_types=["full", "shared", "full"],
+    ),
+}
+MIXTURES |= {
+    "minimax_m2": _family(
+        "minimax_m2",
+        head_dim=20,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        intermediate_size=12,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        router_aux_loss_coef=0.02,
+        rope_parameters=MIXTURES["glm4_moe"]["rope_parameters"],
+    ),
+    "exaone_moe": _family(
+        "exaone_moe",
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        num_hidden_layers=4,
+        sliding_window=6,
+        sliding_window_pattern=2,
+        layer_types=[FULL, SLIDING] * 2,
+        mlp_layer_types=["sparse", "dense"] * 2,
+        first_k_dense_replace=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.7,
+    ),
+    "solar_open": without(
+        MIXTURES["glm4_moe"]
+        | {"model_type": "solar_open", "num_hidden_layers": 3, "moe_intermediate_size": 16, "intermediate_size": 44},
+        *("use_qk_norm", "first_k_dense_replace"),
+    )
+    | {"rope_parameters": YARN},
+    "afmoe": _family(
+        "afmoe",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=4,
+        sliding_window=6,
+        global_attn_every_n_layers=3,
+        layer_types=[FULL, SLIDING] * 2,
+        mup_enabled=True,
+        num_dense_layers=2,
+        num_experts=4,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        moe_intermediate_size=12,
+        route_scale=1.7,
+    ),
+    "hy_v3": _family(
+        "hy_v3",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        mlp_layer_types=["dense", "sparse", "dense"],
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        num_shared_experts=2,
+        router_scaling_factor=1.7,
+        enable_moe_fp32_combine=False,
     ),
 }
 #: Llama has a table of its own in `tiny`; here the sizes of the others.

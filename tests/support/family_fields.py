@@ -20,6 +20,7 @@ IRRELEVANT = {
     "attention_dropout": "in training alone",
     "residual_dropout": "in training alone",
     "resid_pdrop": "likewise",
+    "embedding_dropout": "in training alone",
     "pretraining_tp": "how a model was split in pretraining",
     "eod_token_id": "of the tokenizer",
     "output_router_logits": "what transformers returns",
@@ -31,14 +32,13 @@ IRRELEVANT = {
     ),
     "num_mtp_layers": "of another module",
 }
-#: Sizes in place of a class's default ones, which fit no model.
-DIVISIBLE = {"glm4_moe": {"hidden_size": 96 * 64}}
+#: Sizes in place of a class's default ones, which fit no model or are missing.
+DIVISIBLE = {"glm4_moe": {"hidden_size": 96 * 64}, "solar_open": {"intermediate_size": 10240}}
 #: Fields refused off their default, with such a value.
 REFUSED = {
     "resid_pdrop": 0.1,
     "embd_pdrop": 0.1,
     "use_bidirectional_attention": True,
-    "clip_qkv": 8.0,
     "router_jitter_noise": 0.1,
     ("gemma3_text", "attn_logit_softcapping"): 3.0,  # transformers reads it and does not use it
     ("gpt_oss", "hidden_act"): "gelu",  # likewise

@@ -80,6 +80,7 @@ VARIANTS = {
             },
         },
     ),
+    "starcoder2, biases": ("starcoder2", CONFIGS["starcoder2"] | {"use_bias": True, "tie_word_embeddings": True}),
     "arcee, relu2": ("arcee", CONFIGS["arcee"] | {"hidden_act": "relu2", "tie_word_embeddings": False}),
     "qwen3_5_text, as published": (
         "qwen3_5_text",

@@ -29,7 +29,7 @@ SIZES = {
 }
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}}
 FULL, SLIDING = "full_attention", "sliding_attention"
-LAYER_NORMS = ("cohere", "cohere2", "nemotron", "phi")
+LAYER_NORMS = ("cohere", "cohere2", "nemotron", "phi", "starcoder2", "olmo")
 GEMMA3_LAYERS = 7
 GEMMA3 = {
     "num_hidden_layers": GEMMA3_LAYERS,
@@ -118,6 +118,12 @@ FAMILY_CASES = {
         "command-r",
         {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "rope.freq_base": 5e5, "rope.scaling.type": "none"},
     ),
+    "starcoder2": (
+        LINEAR | {"norm_epsilon": 3e-2, "hidden_act": "gelu_pytorch_tanh"},
+        "starcoder2",
+        {"attention.layer_norm_epsilon": 3e-2, "rope.scaling.factor": 1.5},
+    ),
+    "olmo": ({"clip_qkv": 8.0}, "olmo", {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 8.0}),
     "smollm3": ({}, "smollm3", {"rope.freq_base": 2e6}),
     "glm4": (LINEAR, "glm4", {"rope.dimension_count": SIZE // 2, "rope.scaling.factor": 1.5}),
     "ernie4_5": (LINEAR, "ernie4_5", {"rope.freq_base": 300.0}),
@@ -147,6 +153,11 @@ FAMILY_CASES = {
         LINEAR | {"num_local_experts": 5},
         "llama",
         {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 96},
+    ),
+    "minimax_m2": (
+        LINEAR | {"num_local_experts": 5, "num_experts_per_tok": 3, "rotary_dim": 8},
+        "minimax-m2",
+        {"expert_count": 5, "expert_used_count": 3, "expert_gating_func": 2, "rope.dimension_count": 8},
     ),
     "qwen2_moe": (
         EXPERTS | {"shared_expert_intermediate_size": 64},

@@ -50,10 +50,12 @@ class Attention(nnx.Module):
         whole: whether `q_norm` and `k_norm` are over all heads together.
         norm_last: whether they come after the rotary turn.
         scale: factor of the products of queries and keys.
+        limit: largest magnitude of the elements of queries, keys and values before the turn; None: there is none.
         soft_cap: then they become cap · tanh(product / cap); None: they stay.
         dropout: probability of a dropped weight after the softmax in training.
         gated: whether each head's output is multiplied by the sigmoid of a gate, which the queries' projection has
             behind each query.
+        gate: projection to such gates; None: it is not gated, or as above.
         qkv: projections to queries, keys and values, or one to all three in this order.
         o: projection of the heads' output.
         q_norm: normalisation of the queries, of each head or of all together; None: none.
@@ -70,9 +72,11 @@ class Attention(nnx.Module):
         self.turning = 0 if rope is None else rope.rotary_dim(config.head_dim)
         self.settings, self.interleaved, self.whole = settings, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
+        self.limit = config.clip_qkv
         self.dropout, self.norm_last = config.attention_dropout, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
-        self.gated = config.attention_gate
+        self.gated = config.attention_gate == "queries"
+        self.gate = inputs.projection(f"{block}.gate") if config.attention_gate == "projection" else None
         self.qkv, self.o = inputs.projection(f"{block}.qkv"), inputs.projection(f"{block}.o")
         self.sinks = Sinks(inputs.weights[block]["sinks"]["weight"]) if config.attention_sinks else None
         self.float32 = block in inputs.float32
@@ -83,7 +87,7 @@ class Attention(nnx.Module):
     @property
     def inner(self) -> tuple[Projection, ...]:
         """The projections of its input."""
-        return (self.qkv,)
+        return (self.qkv,) if self.gate is None else (self.qkv, self.gate)
 
     @property
     def outer(self) -> tuple[Projection, ...]:
@@ -167,8 +171,8 @@ class Attention(nnx.Module):
             return "its adapters are merged for a fake quantiser"
         if any(adapter.magnitude is not None for adapter in adapters):
             return "DoRA scales the projections' results"
-        if self.qkv.bias is not None or self.q_norm is not None:
-            return "a bias or a norm comes between projection and turn"
+        if self.qkv.bias is not None or self.q_norm is not None or self.limit is not None:
+            return "a bias, a norm or a limit comes between projection and turn"
         if self.gated:
             return "gates come between its queries"
         if self.turning != self.shape[2] or self.interleaved:
@@ -188,6 +192,8 @@ class Attention(nnx.Module):
         """
         x = x.astype(jnp.float32) if self.float32 else x
         *heads, gate = self._turned_heads(x, context, key, prepared)
+        if self.gate is not None:
+            (gate,) = (part.reshape(heads[0].shape) for part in self.gate(x, key))
         q, k, v = (checkpoint_name(each, HEADS) for each in heads)
         return q, k, v, None if gate is None else checkpoint_name(gate, HEADS)
 
@@ -210,7 +216,7 @@ class Attention(nnx.Module):
                 return split_rope(product, cos, sin, query_scales=scales, **options)
 
             island = local(turn, in_specs=(ROWS,) * 4, out_specs=ROWS)
-            q, k, v = (name_residual(part, "projection") for part in island(whole, *rotary, scales))
+            q, k, v = (name_residual(part, "projection") for part in island(self._clipped(whole), *rotary, scales))
             return q, k, v, None
         parts, gate = self.qkv(x, key), None
         if len(parts) == 1:
@@ -221,7 +227,10 @@ class Attention(nnx.Module):
         q, k = self._turned(q, self.q_norm, *rotary), self._turned(k, self.k_norm, *rotary)
         if scales is not None:
             q = q * scales.astype(q.dtype)[:, :, None, None]
-        return q, k, v.reshape(*x.shape[:2], key_heads, size), gate
+        return q, k, self._clipped(v).reshape(*x.shape[:2], key_heads, size), gate
+
+    def _clipped(self, x: Float[Array, "*rows N"]) -> Float[Array, "*rows N"]:
+        return x if self.limit is None else jnp.clip(x, -self.limit, self.limit)
 
     def _turned(
         self, x: Float[Array, "B S ..."], norm: Norm | None, cos: Array | None, sin: Array | None
@@ -233,6 +242,7 @@ class Attention(nnx.Module):
         x = x.reshape(batch, length, -1, size)
         if norm is not None and not self.whole and not self.norm_last:
             x = norm(x)
+        x = self._clipped(x)
         if cos is not None and sin is not None:
             x = rope(x, cos, sin, interleaved=self.interleaved)
         if norm is not None and self.norm_last:

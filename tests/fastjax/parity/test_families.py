@@ -39,13 +39,14 @@ PACKED = ("qwen2", "phi3", "cohere")
 #: every array: A has no gradient until B has moved. Gemma 3's blocks are those beside the vision tower.
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere", "qwen3_5_text", "olmo_hybrid"), 10),
+    **dict.fromkeys(("starcoder2", "olmo"), 10),
     **dict.fromkeys(("glm4", "ernie4_5", "apertus", "cohere2", "nemotron", "phi"), 10),
-    **dict.fromkeys(("qwen2", "smollm3", *BESIDE), 3),
+    **dict.fromkeys(("qwen2", "smollm3", "helium", "granite_swa", *BESIDE), 3),
     **dict.fromkeys(MIXTURES, 10),
 }
 #: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
 #: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
-APART = ("qwen2_moe", "gpt_oss", "qwen3_5_moe_text")
+APART = ("qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "hy_v3")
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
 

@@ -39,6 +39,10 @@ CASES = {
         "alpha_pattern": {r"gate\.weight": 20},
     },
     "mixtral": {"target_modules": ["k_proj"], "target_parameters": ["gate_up_proj"]},
+    "minimax_m2": {"target_modules": ["v_proj"], "target_parameters": ["gate.weight", "gate_up_proj"]},
+    "hy_v3": {"target_modules": ["up_proj"], "target_parameters": ["mlp.gate.weight", "mlp.experts.down_proj"]},
+    "exaone_moe": {"target_modules": ["o_proj"], "alpha_pattern": {"experts.down_proj": 2.5}},
+    "afmoe": {"target_modules": ["gate_proj", "q_proj"], "target_parameters": ["gate.weight"]},
     "olmoe": {"target_modules": ["q_proj"], "alpha_pattern": {"experts.down_proj": 2.5}},
 }
 
