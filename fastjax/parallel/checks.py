@@ -84,6 +84,8 @@ def _unserved(
     yield "expert", f"a divisor of the {experts} experts", experts % shape.expert
     yield "context", "1 of a model with mixtures of experts", moe is not None
     yield "context", f"1 {dropout}", config.attention_dropout
+    for axis in ("context", "tensor"):
+        yield axis, "1 of a model with Gated DeltaNet, whose layers compute whole rows", bool(config.recurrent)
     whole_heads = config.qk_norm in ("heads", "projection")
     yield "tensor", "1 of a model with mixtures of experts", moe is not None
     yield "tensor", "1 of a model whose files hold several projections as one", bool(config.fused)

@@ -12,6 +12,7 @@ from tests.support import families, tiny
 CONFIG = read_config(tiny.config())
 MIXTURE = read_config(families.MIXTURES["qwen2_moe"])
 NORMED = dataclasses.replace(CONFIG, qk_norm="projection")
+RECURRENT = read_config(families.CONFIGS["qwen3_5_text"])
 FUSED = dataclasses.replace(CONFIG, fused=True)
 DROPPED = dataclasses.replace(CONFIG, attention_dropout=0.1)
 
@@ -32,6 +33,8 @@ def test_a_mesh_that_serves_the_model_is_taken():
         (CONFIG, {"tensor": 4}, "parallel.tensor: expected a divisor of num_key_value_heads 2, got 4"),
         (MIXTURE, {"tensor": 2}, "parallel.tensor: expected 1 of a model with mixtures of experts"),
         (NORMED, {"tensor": 2}, "parallel.tensor: expected 1 of a model that normalises queries and keys"),
+        (RECURRENT, {"context": 2}, "parallel.context: expected 1 of a model with Gated DeltaNet"),
+        (RECURRENT, {"tensor": 2}, "parallel.tensor: expected 1 of a model with Gated DeltaNet"),
         (FUSED, {"tensor": 2}, "parallel.tensor: expected 1 of a model whose files hold"),
     ],
 )
