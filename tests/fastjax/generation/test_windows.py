@@ -14,7 +14,7 @@ from fastjax.generation.state import by_axis, has_axis
 from fastjax.models.mixers.keys_values import last_of_rows
 from tests.fastjax.generation.test_engine import collected, tokens_of, whole_passes
 from tests.support import tiny
-from tests.support.families import CONFIGS, FULL, MIXTURES, SLIDING
+from tests.support.families import CONFIGS, FULL, LINEAR, MIXTURES, SLIDING
 
 PAGE = 4
 #: A config, its layers, and the pages of its windows of 10 and of 8 tokens.
@@ -22,6 +22,8 @@ MODELS = {
     "gemma3_text": ({**CONFIGS["gemma3_text"], "sliding_window": 10}, [SLIDING, FULL, SLIDING], 3),
     "gpt_oss": ({**MIXTURES["gpt_oss"], "sliding_window": 8}, [SLIDING, FULL], 2),
 }
+#: The same, and a model whose rows have states of one size.
+STATES = {**MODELS, "qwen3_5_text": (CONFIGS["qwen3_5_text"], [LINEAR, FULL], 0)}
 
 
 @pytest.fixture(autouse=True)
@@ -32,16 +34,16 @@ def small_pages(monkeypatch):
 
 
 def model(folder, family):
-    config, layers, _ = MODELS[family]
+    config, layers, _ = STATES[family]
     return tiny.model(folder, {**config, "layer_types": layers, "num_hidden_layers": len(layers)}, max_seq_length=64)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", STATES)
 def test_answers_beyond_the_window(family, tmp_path):
     """Prompts shorter than the window, longer than the ring, and of two pieces; shared ones, in rows used before."""
     made = model(tmp_path, family)
     engine = Engine(made, rows=3, steps=4)
-    prompts = [prompt.tolist() for prompt in tiny.documents(MODELS[family][0], (3, 29, 43, 7))]
+    prompts = [prompt.tolist() for prompt in tiny.documents(STATES[family][0], (3, 29, 43, 7))]
     drawn = GenerationOptions(max_new_tokens=17, temperature=1.0, seed=5)
     requests = [(prompt, dataclasses.replace(drawn, n=n)) for prompt, n in zip(prompts, (1, 2, 3, 1), strict=True)]
     found = collected(engine, requests, [0, 0, 1, 2])
