@@ -37,7 +37,7 @@ EXAONE_MOE = Family(
         dense=True,
         choice_bias="e_score_correction_bias",
         shared="shared_experts",
-        held={"choice_bias": "gate.e_score_correction_bias"},
+        held=(("choice_bias", "gate.e_score_correction_bias"),),
     ),
     read=EXAONE4.read,
     neutral=GROUPED,

@@ -45,7 +45,7 @@ HY_V3 = Family(
         choice_bias="expert_bias",
         shared="shared_mlp",
         renamed=False,
-        held={"router": "gate", "choice_bias": "e_score_correction_bias", "shared": "shared_experts"},
+        held=(("router", "gate"), ("choice_bias", "e_score_correction_bias"), ("shared", "shared_experts")),
     ),
     neutral={
         "first_k_dense_replace": (1,),

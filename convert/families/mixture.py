@@ -6,7 +6,7 @@ after the other, [X, 2F, E] ("merged"; transformers 5 in memory), or by turns an
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from convert.errors import unexpected
@@ -52,7 +52,7 @@ class Mixture:
         shared: the shared expert's.
         projections: names of gate, up and down of an expert by itself.
         renamed: whether PEFT takes the names of projections and router for the experts (`convert.renamed_modules`).
-        held: the names that differ as transformers 5 holds the mixture, by their fields here.
+        held: the names that differ as transformers 5 holds the mixture: (field here, name).
     """
 
     read: Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]
@@ -64,12 +64,12 @@ class Mixture:
     shared: str = "shared_expert"
     projections: tuple[str, str, str] = PROJECTIONS
     renamed: bool = True
-    held: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    held: tuple[tuple[str, str], ...] = ()
 
     @property
     def in_memory(self) -> "Mixture":
         """The mixture as transformers 5 holds it."""
-        return dataclasses.replace(self, **{"layout": MERGED, "block": "mlp", **self.held})
+        return dataclasses.replace(self, **{"layout": MERGED, "block": "mlp", **dict(self.held)})
 
     @property
     def router_name(self) -> str:
