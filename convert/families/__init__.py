@@ -36,6 +36,7 @@ from convert.families.mistral import MISTRAL
 from convert.families.mistral3 import MISTRAL3
 from convert.families.mistral4 import MISTRAL4
 from convert.families.mixtral import MIXTRAL
+from convert.families.muse_glimmer import MUSE_GLIMMER
 from convert.families.nemotron import NEMOTRON
 from convert.families.olmo import OLMO
 from convert.families.olmo2 import OLMO2
@@ -64,7 +65,7 @@ FAMILIES: dict[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
-        *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3),
+        *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3, MUSE_GLIMMER),
         *(STARCODER2, OLMO, HELIUM, GRANITE_SWA),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
         *(MINIMAX_M2, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE),

@@ -100,6 +100,7 @@ class Family:
             positions as `read` has them.
         rows: The weights of mixers other than attention, and of activations; those of attention's block are in the
             place of its own.
+        final_norm: Kind of the final normalisation's scale: "norm", or "scale", without the family's offset.
         norm_leaves: Arrays of normalisations: "weight", and "bias" of LayerNorms that have one; none of those without a
             scale.
         mixture: Its mixtures of experts; None: all layers are dense.
@@ -128,6 +129,7 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mixers: Callable[[Reader, int], tuple[Mixer, ...]] | None = None
     rows: tuple[Row, ...] = ()
+    final_norm: str = "norm"
     norm_leaves: tuple[str, ...] = ("weight",)
     mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
@@ -184,7 +186,7 @@ class Family:
             around(before_mlp if before_mlp != before else None),
             mlp,
             around(after_mlp),
-            norm_leaves=leaves,
+            final=norm("norm", leaves, kind=self.final_norm),
         )
         return tuple(row._replace(name=_begun(self._part_name(row), self.starts)) for row in rows)
 

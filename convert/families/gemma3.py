@@ -8,7 +8,7 @@ from convert.families.family import Family
 from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
 from convert.families.gemma2 import CONSTANTS, query_scale
 from convert.families.gguf import Architecture
-from convert.families.vision_tower import beside_a_tower
+from convert.families.vision_tower import by_file
 from convert.families.windows import windows
 from convert.model.reader import Reader
 from convert.model.rope import read_ropes
@@ -51,4 +51,4 @@ GEMMA3_TEXT = Family(
 )
 
 #: transformers caps the logits of the text model by itself alone.
-GEMMA3 = beside_a_tower(dataclasses.replace(GEMMA3_TEXT, numbers={}), "gemma3")
+GEMMA3 = by_file(dataclasses.replace(GEMMA3_TEXT, numbers={}), "gemma3")

@@ -20,7 +20,8 @@ _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS, *SHARED_GROUPS, HEAD))
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
     boi_token_id eoi_token_id image_token_id video_token_id vision_start_token_id vision_end_token_id
-    projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size""".split()
+    projector_hidden_act projector_hidden_size out_hidden_size vision_feature_layer multimodal_projector_bias
+    spatial_merge_size""".split()
 )
 
 

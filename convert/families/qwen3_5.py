@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.families import gated_delta
-from convert.families.family import Family, Ignored, nested
+from convert.families.family import Family
+from convert.families.vision_tower import by_class
 from convert.model.layers import Mixer
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
@@ -22,18 +23,6 @@ def quarter_rotary(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
 def mixers(get: Reader, layers: int) -> tuple[Mixer, ...]:
     """The layers' mixers."""
     return gated_delta.layers_of(get, layers, gated_delta.read_delta(get))
-
-
-def with_vision_tower(family: Family, model_type: str) -> Family:
-    """A family as one part of its `…ForConditionalGeneration`."""
-    return nested(
-        family,
-        model_type=model_type,
-        starts={"model.": "model.language_model.", "lm_head": "lm_head"},
-        modules={"model.": "model.language_model."},
-        ignored=(Ignored(r"model\.visual\..*", "of the vision tower; only text is trained", copied=True),),
-        beside=("model.visual",),
-    )
 
 
 QWEN3_5_TEXT = Family(
@@ -56,4 +45,4 @@ QWEN3_5_TEXT = Family(
     classifier="Qwen3_5TextForSequenceClassification",
     gguf="its files have not been compared with llama.cpp",
 )
-QWEN3_5 = with_vision_tower(QWEN3_5_TEXT, "qwen3_5")
+QWEN3_5 = by_class(QWEN3_5_TEXT, "qwen3_5", ("visual",))

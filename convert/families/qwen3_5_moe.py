@@ -3,7 +3,8 @@
 import dataclasses
 
 from convert.families.mixture import Mixture, everywhere, softmax_router
-from convert.families.qwen3_5 import QWEN3_5_TEXT, with_vision_tower
+from convert.families.qwen3_5 import QWEN3_5_TEXT
+from convert.families.vision_tower import by_class
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
 
@@ -31,4 +32,4 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     neutral={**QWEN3_5_TEXT.neutral, "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
     classifier=None,
 )
-QWEN3_5_MOE = with_vision_tower(QWEN3_5_MOE_TEXT, "qwen3_5_moe")
+QWEN3_5_MOE = by_class(QWEN3_5_MOE_TEXT, "qwen3_5_moe", ("visual",))

@@ -27,6 +27,7 @@ class ModelConfig:
             of "self_attn", gate and up of "mlp".
         norm: "rms", or "layer", which subtracts the mean.
         norm_offset: added to a normalisation's scale.
+        post_norm_eps: in the place of norm_eps behind attention and MLP; None: that.
         norm_float32: whether normalised values are rounded only after the scale.
         attention_norms: names of the normalisations before and after the attention, or None.
         mlp_norms: names of the normalisations before and after the MLP, or None.
@@ -54,6 +55,7 @@ class ModelConfig:
         attention_dropout: dropout probability of attention weights in training.
         residual_dropout: dropout probability of the elements of attention's and MLP's outputs in training.
         embedding_dropout: dropout probability of the elements of the embeddings in training.
+        embedding_norm: whether the embeddings are normalised, by no scale.
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of attention's and MLP's outputs.
         logit_scale: factor of the logits.
@@ -82,6 +84,7 @@ class ModelConfig:
     fused: tuple[str, ...] = ()
     norm: str = "rms"
     norm_offset: float = 0.0
+    post_norm_eps: float | None = None
     norm_float32: bool = False
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
@@ -103,6 +106,7 @@ class ModelConfig:
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     embedding_dropout: float = 0.0
+    embedding_norm: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0

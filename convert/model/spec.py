@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from convert.model.layers import Layer
-from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, SCORE, WeightPath
 
 #: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero,
 #: the constants of xIELU as its authors' (arXiv 2411.13010).
@@ -60,8 +60,6 @@ AXES = {
     "1": "gate",
     **dict.fromkeys(("J*P", "G", "U", "G*U", "2J*P+G*U", "2J*P+2G*U", "2G"), "state"),
 }
-#: Array of a normalisation -> its kind.
-_NORM_KINDS = {"weight": "norm", "bias": "bias"}
 #: Layouts of weights in files: as in the tree; one tensor an expert; all experts in one tensor, the rows of the weights
 #: that share it one after the other; the same, each expert transposed and the weights' rows by turns.
 WHOLE, APART, MERGED, INTERLEAVED = "whole", "apart", "merged", "interleaved"
@@ -266,9 +264,10 @@ def layer_row(name: str, *dims: str, kind: str, group: str | None = None, when: 
     return Row(f"model.layers.{{i}}.{name}", path, dims, kind, group, when)
 
 
-def norm(name: str, leaves: Collection[str] = ("weight",), *dims: str) -> tuple[Row, ...]:
+def norm(name: str, leaves: Collection[str] = ("weight",), *dims: str, kind: str = "norm") -> tuple[Row, ...]:
     """The scale of a normalisation, its bias or neither, by default over the model's width."""
-    return tuple(layer_row(f"{name}.{leaf}", *(dims or ("E",)), kind=_NORM_KINDS[leaf]) for leaf in leaves)
+    kinds = {"weight": kind, "bias": "bias"}
+    return tuple(layer_row(f"{name}.{leaf}", *(dims or ("E",)), kind=kinds[leaf]) for leaf in leaves)
 
 
 def _qk_norms(queries: tuple[str, ...], keys: tuple[str, ...]) -> tuple[Row, ...]:
@@ -284,13 +283,12 @@ def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
     )
 
 
-def table(*layer: tuple[Row, ...], norm_leaves: Collection[str] = ("weight",)) -> tuple[Row, ...]:
+def table(*layer: tuple[Row, ...], final: tuple[Row, ...]) -> tuple[Row, ...]:
     """The rows of a model: embeddings, layer, final normalisation, and the head if untied, or a reward model's."""
-    final = (WeightPath(None, "", NORM, leaf) for leaf in norm_leaves)
     return (
         Row("model.embed_tokens.weight", WeightPath(None, "", EMBEDDING), ("V", "E"), "table"),
         *(row for rows in layer for row in rows),
-        *(Row(f"model.{path}", path, ("E",), _NORM_KINDS[path.leaf]) for path in final),
+        *(row._replace(name=f"model.{row.path.inside}", path=row.path.inside) for row in final),
         Row("lm_head.weight", WeightPath(None, "", HEAD), ("V", "E"), "table", when="untied"),
         Row("lm_head.bias", WeightPath(None, "", HEAD, "bias"), ("V",), "bias", when=HEAD),
         Row("score.weight", WeightPath(None, "", SCORE), ("1", "E"), "score", when="scored"),

@@ -94,7 +94,9 @@ def candidates(config: ModelConfig) -> dict[WeightPath, Shape]:
     modules += [(path, shape[:3]) for path, shape in expert_shapes(config.specs).items()]
     tables = [(WeightPath(None, "", name, ""), (config.vocab_size, config.hidden_size)) for name in TABLES]
     layers = sorted(modules, key=lambda module: module[0].layer or 0)
-    return dict([tables[0], *layers, *([] if config.scored else tables[1:])])
+    # PEFT adds a product to rows that are normalised already, and merges it into those that are not.
+    first = [] if config.embedding_norm else tables[:1]
+    return dict([*first, *layers, *([] if config.scored else tables[1:])])
 
 
 def projections(config: ModelConfig) -> list[str]:

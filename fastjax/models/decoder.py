@@ -47,6 +47,7 @@ class Decoder(nnx.Module):
     Attributes:
         embed_tokens: the table of embeddings.
         layers: modules arranged as `plan` says; leaves of a repeated stack have a leading axis of its count.
+        embedding_norm: the embeddings' normalisation, or None.
         norm: the final normalisation.
         lm_head: the output projection; on tied embeddings its weight is the table's own variable. A reward model
             (`config.scored`) has none.
@@ -104,7 +105,9 @@ class Decoder(nnx.Module):
             ]
         )
         wide = precision.float32_modules
-        self.norm = Norm(config, weights.get(NORM, {}), NORM in wide)
+        offset = 0.0 if any(spec.kind == "scale" and spec.path.module == NORM for spec in config.specs) else None
+        self.norm = Norm(config, weights.get(NORM, {}), NORM in wide, offset=offset)
+        self.embedding_norm = Norm(config, {}) if config.embedding_norm else None
         rows, whole = adapters.rows, adapters.whole
         embedding = Embedding(weights[EMBEDDING]["weight"], adapters.embedding, rows.get(EMBEDDING), EMBEDDING in wide)
         table = embedding.weight
@@ -182,6 +185,7 @@ class Decoder(nnx.Module):
 def embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
     """The first layer's input: embeddings in the compute dtype, scaled as the family has it."""
     x = model.embed_tokens(tokens, model.precision.dtype, model.executor.look_up)
+    x = x if model.embedding_norm is None else model.embedding_norm(x)
     multiplier = model.config.embedding_multiplier
     return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
 

@@ -41,9 +41,10 @@ class DecoderLayer(nnx.Module):
         self.around_mixer, self.around_mlp = config.norms_around(inputs.layer)
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
         self.dropout, self.tokens, self.feed = config.residual_dropout, WHOLE, at_once
-        for name in dict.fromkeys((*self.around_mixer, *self.around_mlp)):
-            if name is not None:
-                setattr(self, name, inputs.norm(name))
+        for before, after in (self.around_mixer, self.around_mlp):
+            for name, eps in ((before, None), (after, config.post_norm_eps)):
+                if name is not None:
+                    setattr(self, name, inputs.norm(name, eps=eps))
         self.block = settings.block
         setattr(self, self.block, MIXERS[type(settings)](settings, inputs))
         self.mlp = build_mixture(inputs) if inputs.layer.ffn == MOE else build_mlp(inputs, "mlp")

@@ -28,10 +28,16 @@ class Norm(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, arrays: Mapping[str, Array], float32: bool = False, eps: float | None = None
+        self,
+        config: ModelConfig,
+        arrays: Mapping[str, Array],
+        float32: bool = False,
+        eps: float | None = None,
+        offset: float | None = None,
     ):
         self.weight, self.bias = (BaseParam(arrays[leaf]) if leaf in arrays else None for leaf in ("weight", "bias"))
-        self.kind, self.eps, self.offset = config.norm, config.norm_eps if eps is None else eps, config.norm_offset
+        self.kind, self.eps = config.norm, config.norm_eps if eps is None else eps
+        self.offset = config.norm_offset if offset is None else offset
         self.float32 = float32 or config.norm_float32
 
     @property

@@ -88,7 +88,7 @@ def arrays(config, seed=0):
     scale = text_config(config)["initializer_range"]
     for tensor in tensors_of(family_for(config).specs(config)).values():
         noise = rng.standard_normal(tensor.shape)
-        if tensor.weights[0].kind == "norm":
+        if tensor.weights[0].kind in ("norm", "scale"):
             value = 1 + 0.2 * noise
         else:
             value = noise * (0.2 if tensor.weights[0].kind in VECTORS else scale)

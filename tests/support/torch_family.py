@@ -25,7 +25,7 @@ AutoModelForCausalLM.register(
     Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 )  # a text model inside others alone there
 #: Parts that no model here computes.
-ABSENT = "vision_tower", "multi_modal", "visual", "indexer"
+ABSENT = "vision_", "multi_modal", "visual", "indexer"
 
 
 def build(config, arrays):
