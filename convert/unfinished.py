@@ -61,13 +61,18 @@ class Unfinished:
             return False
         if self.file and self.target.exists() and not force:
             self.remove_if(not same)
-            raise unexpected(self.target, "file", "a new one (--force replaces a file)", "one")
+            raise unexpected(self.target, "file", "a new one (--force or force=True replaces a file)", "one")
         if self.replaced.exists() and not self.target.exists():
             os.rename(self.replaced, self.target)
         if not self.file and self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
             if not force:
                 self.remove_if(not same)
-                raise unexpected(self.target, "folder", "a new one (--force replaces a model folder)", "one with files")
+                raise unexpected(
+                    self.target,
+                    "folder",
+                    "a new one (--force or force=True replaces a model folder)",
+                    "one with files",
+                )
             if not (self.target / CONFIG).is_file():
                 self.remove_if(not same)
                 raise unexpected(self.target, "folder", f"a model folder with {CONFIG} to replace", "another")

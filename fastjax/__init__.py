@@ -100,6 +100,8 @@ _NOT_BUILT = {
         "AutoTokenizer",
     ),
     "use SFTConfig, or transformers' own as args": ("TrainingArguments",),
+    "use from_pretrained(new_tokens=[…])": ("add_new_tokens",),
+    "use trainer.train()": ("unsloth_train",),
     "import it from transformers": ("TextStreamer", "TextIteratorStreamer", "TrainerCallback", "EarlyStoppingCallback"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -49,7 +49,12 @@ class Reading:
         """
         if tokenizer is None:
             return None
-        variables = dict(self.chat_template_kwargs or {})
+        variables = self.chat_template_kwargs or {}
+        if not isinstance(variables, Mapping):
+            raise ConfigError(
+                f"chat_template_kwargs: expected a mapping, as {{'enable_thinking': False}}, got {describe(variables)}"
+            )
+        variables = dict(variables)
         return Encoder(
             cast(Any, tokenizer), DataOptions(special_tokens=self.special_tokens, chat_template_kwargs=variables)
         )

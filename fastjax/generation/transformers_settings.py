@@ -46,6 +46,18 @@ _UNSERVED: dict[str, Any] = {
 }
 
 
+#: Names of other libraries' functions → what to use instead.
+_ELSEWHERE = {
+    "tools": "generate(**ids) with ids = tokenizer.apply_chat_template(messages, tools=…, return_tensors='np', …)",
+    **dict.fromkeys(("enable_thinking", "reasoning_effort"), "chat_template_kwargs={…} for variables of the template"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
+    "stop": "stop_strings",
+    "n": "num_return_sequences",
+    "system_prompt": "a conversation that begins with a message of the system",
+    **dict.fromkeys(("sampling_params", "lora_request"), "the names below, and adapter=… of generate"),
+}
+
+
 class Length(NamedTuple):
     """The most tokens of an answer.
 
@@ -109,7 +121,8 @@ def settings_of(model: LanguageModel, given: Mapping[str, Any], generation_confi
     """
     called = _stated(given)
     if unknown := sorted(called.keys() - {*_SERVED, *_WITHOUT_EFFECT, *_UNSERVED}):
-        raise ConfigError(f"generate: {unknown[0]}: unknown; expected some of {', '.join(_SERVED)}")
+        instead = f"use {_ELSEWHERE[unknown[0]]}; " if unknown[0] in _ELSEWHERE else ""
+        raise ConfigError(f"generate: {unknown[0]}: unknown; {instead}expected some of {', '.join(_SERVED)}")
     called = _stated(_fields(generation_config)) | called
     folder = {} if model.folder is None else _stated(generation_settings(model.folder))
     merged = folder | called

@@ -132,10 +132,23 @@ def with_fresh_adapter(model: LanguageModel, settings: LoraSettings) -> Language
     Raises:
         ConfigError: a value that is not supported, or settings that match no module.
     """
+    return attach_adapter(model, _settings_of(model, settings), None, jax.random.key(settings.random_state))
+
+
+def has_adapter(model: LanguageModel, settings: LoraSettings) -> bool:
+    """Whether a model has an adapter of these settings already, fresh or trained.
+
+    Args:
+        model: with an adapter or without.
+        settings: of an adapter; the seed of its start does not count.
+    """
+    return model.lora is not None and model.lora == _settings_of(model, settings)
+
+
+def _settings_of(model: LanguageModel, settings: LoraSettings) -> AdapterConfig:
     name, revision = model.source or (None if model.folder is None else str(model.folder), None)
     named = {"base_model_name_or_path": name, "revision": revision}
-    adapter = fresh_adapter(model.config, settings, model.new_token_ids, **named)
-    return attach_adapter(model, adapter, None, jax.random.key(settings.random_state))
+    return fresh_adapter(model.config, settings, model.new_token_ids, **named)
 
 
 def load_adapter(

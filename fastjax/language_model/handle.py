@@ -113,6 +113,11 @@ class ModelHandle(_Model):
         del mode
         return self
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether it came of a handle by adding an adapter, and is not that one."""
+        return self._origin is not None
+
     def print_trainable_parameters(self) -> None:
         """Print how many parameters are trained, as PEFT does."""
         trained, every = self.num_parameters()

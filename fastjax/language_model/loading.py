@@ -23,7 +23,7 @@ from fastjax.execution.options import LoadOptions
 from fastjax.execution.precision import dtype_name, make_precision
 from fastjax.execution.unfrozen import freeze
 from fastjax.execution.zeros import zero_weights
-from fastjax.language_model.adapters import add_adapter, load_adapter, with_fresh_adapter
+from fastjax.language_model.adapters import add_adapter, has_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.host import check_host_layers, with_host_embedding
 from fastjax.language_model.other_names import ADAPTER, LOADING, qat_scheme_of
@@ -147,7 +147,8 @@ class FastLanguageModel:
     ) -> ModelHandle:
         """Attach fresh LoRA adapters, with PEFT's argument names; everything else is frozen.
 
-        The result of a trainer becomes the model that it was made from, too.
+        The result of a trainer becomes the model that it was made from, too. A model that has such an adapter already,
+        as where a notebook's cell runs again, keeps it, and a note says so.
 
         Args:
             model: without adapters.
@@ -169,6 +170,10 @@ class FastLanguageModel:
             model = with_checkpointing(model, asked.remat)
             model = model.with_options(use_gradient_checkpointing=asked.use_gradient_checkpointing)
         options, renamed = with_usual_names(options, model.config)
+        kept = origin is not None and origin.is_adapted and has_adapter(model, options)  # a base is to be loaded again
+        if kept and bool(qat_scheme) == (model.quantization_aware is not None):
+            print("note: get_peft_model: the model has such an adapter already, and keeps it", file=sys.stderr)
+            return ModelHandle(model, origin)
         model = with_fresh_adapter(model, options)
         assert model.lora is not None, "it has been attached"
         for note in filter(None, (renamed, tables_note(model.lora, model.config))):

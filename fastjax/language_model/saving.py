@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.adapters import write_adapter
-from convert.card import write_card
+from convert.card import CARD, is_foreign, write_card
 from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
@@ -113,7 +113,7 @@ def save_pretrained_merged(
             "o_proj") that are not quantised.
         activations: with a scheme, how the layers' inputs are read, as of `convert.quantize.quantize`; None: as
             the adapter was trained for.
-        force: replace an existing model folder.
+        force: replace an existing model folder, as is done anyway with one that an earlier call has written.
         allow_nonfinite: write NaN and infinity instead of refusing.
 
     Raises:
@@ -143,7 +143,7 @@ def save_pretrained_merged(
             base_in_nf4=base_in_nf4,
             skip=skip,
             activations=activations,
-            force=force,
+            force=force or _is_written_here(model, folder),
             allow_nonfinite=allow_nonfinite,
         )
     return folder
@@ -173,7 +173,7 @@ def save_pretrained_gguf(
         base_in_nf4: as of `save_pretrained_merged`.
         skip: modules, or ends of their names, whose matrices keep their dtype.
         pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
-        force: replace existing files.
+        force: replace existing files, as is done anyway with those of an earlier call.
 
     Returns:
         The file, named by the folder and the type; of a list of types the list of files.
@@ -188,6 +188,7 @@ def save_pretrained_gguf(
     check_logits(model, "save_pretrained_gguf")
     require_gguf()  # before anything is merged
     files = [folder / f"{folder.name}-{kind}.gguf" for kind in kinds]
+    force = force or _is_written_here(model, folder)
     folder.mkdir(parents=True, exist_ok=True)
     with scratch_folder(files[0]) as scratch:
         whole = scratch / "model"
@@ -227,6 +228,13 @@ def trained_tensors(model: LanguageModel, *, keep: bool = True) -> Iterator[tupl
 
 def _with_tokenizer(model: LanguageModel, tokenizer: Any) -> LanguageModel:
     return model if tokenizer is None else model.replace(tokenizer=tokenizer)
+
+
+def _is_written_here(model: LanguageModel, folder: Path) -> bool:
+    """Whether a folder holds what an earlier call has written, and is not the model's own base."""
+    if model.folder is not None and Path(model.folder).resolve() == folder.resolve():
+        return False
+    return (folder / CARD).is_file() and not is_foreign(folder / CARD)
 
 
 def _gguf_types(method: str | Sequence[str] | None) -> list[str]:

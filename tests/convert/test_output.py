@@ -115,7 +115,7 @@ def test_what_was_damaged_or_is_of_another_conversion_is_made_anew(tmp_path, mon
 def test_a_place_that_is_taken(tmp_path):
     write(tmp_path / "out", five()[:1])
     before = contents(tmp_path / "out")
-    with pytest.raises(ConvertError, match="out: folder: expected a new one .--force replaces a model folder"):
+    with pytest.raises(ConvertError, match="out: folder: expected a new one .--force or force=True replaces"):
         write(tmp_path / "out", five())
     assert contents(tmp_path / "out") == before
     write(tmp_path / "out", five(), force=True)

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from convert.errors import ConvertError
 from convert.quantize import quantize
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
@@ -58,6 +59,10 @@ def test_a_scaling_of_positions_goes_along(tmp_path):
     ours = tiny.adapted(tiny.model(tmp_path / "base", config, rope_scaling=scaling), target_modules=["q_proj"])
     merged = tiny.model(ours.save_pretrained_merged(tmp_path / "merged"), config)
     assert merged.config.rope == ours.config.rope and merged.config.rope.kind == "yarn"
+    assert ours.save_pretrained_merged(tmp_path / "merged") == tmp_path / "merged", "a notebook's cell runs again"
+    (tmp_path / "merged" / "README.md").write_text("A card of mine.")
+    with pytest.raises(ConvertError, match="expected a new one .--force or force=True replaces a model folder"):
+        ours.save_pretrained_merged(tmp_path / "merged")
 
 
 def test_without_an_adapter_it_is_refused(tmp_path):

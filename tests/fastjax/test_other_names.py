@@ -100,3 +100,25 @@ def test_a_handles_methods(base, tmp_path):
     assert fresh.load_adapter(tmp_path / "lora") is fresh and fresh.lora.r == 4
     with pytest.raises(AttributeError, match=r"model.fast_generate is not served; use model.generate\("):
         fresh.fast_generate("a")
+
+
+def test_a_cell_that_runs_again_keeps_its_adapter(base, capsys):
+    """The adapter of equal settings stays; other settings, and a base that training has changed, are refused."""
+    adapted = FastLanguageModel.get_peft_model(FastLanguageModel.from_pretrained(ASSET, 64, load_in_4bit=False)[0], r=2)
+    again = FastLanguageModel.get_peft_model(adapted, r=2)
+    assert again.trainable is adapted.trainable and "has such an adapter already" in capsys.readouterr().err
+    for model, rank in ((adapted, 4), (adapted.value, 2)):
+        with pytest.raises(ConfigError, match="model: expected one without an adapter"):
+            FastLanguageModel.get_peft_model(model, r=rank)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tools": []}, r"tools: unknown; use generate\(\*\*ids\) with ids = tokenizer.apply_chat"),
+        ({"chat_template_kwargs": "x"}, 'chat_template_kwargs: expected a mapping, .*, got "x"'),
+    ],
+)
+def test_names_of_generation_with_a_way_out(base, given, message):
+    with pytest.raises(ConfigError, match=message):
+        base.generate(["a"], max_new_tokens=1, **given)

@@ -22,7 +22,8 @@
   const layout = (chart, plot) => {
     const grid = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line") };
     const pointer = { spikecolor: colour("soft"), spikedash: "solid", spikethickness: -2 }; // 1 pixel, without an edge
-    const steps = { title: { text: "step", standoff: 8 }, tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" } };
+    const few = chart.layout.xaxis?.range?.[1] < 6 && { dtick: 1 }; // no ticks between steps
+    const steps = { title: { text: "step", standoff: 8 }, tickformat: ",d", ...few, unifiedhovertitle: { text: "step %{x:,d}" } };
     const axes = Object.entries(chart.layout).filter(([name]) => name.includes("axis")).map(([name, axis]) => {
       const { range, autorange } = plot.layout?.[name] ?? {};
       const zoomed = { ...(range && { range }), ...(autorange !== undefined && { autorange }) };

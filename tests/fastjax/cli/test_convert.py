@@ -65,7 +65,7 @@ def test_merge_then_verify_with_logits(model, adapter, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "q_proj.weight" in captured.out and "not the same as" in captured.err
     assert run("merge", model, adapter, tmp_path / "out") == 1
-    assert "--force replaces a model folder" in capsys.readouterr().err
+    assert "--force or force=True replaces a model folder" in capsys.readouterr().err
     assert run("merge", model, adapter, tmp_path / "out", "--force") == 0
 
 

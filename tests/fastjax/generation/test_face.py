@@ -192,7 +192,7 @@ def test_what_does_nothing_is_told(engines, caplog):
         ({"logits_processor": [len]}, "generate: logits_processor is not served"),
         ({"generation_config": {"min_new_tokens": 3}}, "generate: min_new_tokens is not served"),
         ({"generation_config": 3}, "generation_config: expected a GenerationConfig or a dict, got 3"),
-        ({"max_tokens": 3}, "generate: max_tokens: unknown; expected some of max_new_tokens, "),
+        ({"max_tokens": 3}, "generate: max_tokens: unknown; use max_new_tokens; expected some of "),
         ({"top_p": 1.2, "do_sample": True}, "top_p: expected a number"),
         ({"max_length": 2}, "max_length: expected more tokens than the prompt's 2, got 2"),
         ({"inputs": [[1]]}, "generate: expected either prompts or input_ids, got both"),
