@@ -24,7 +24,7 @@ CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """What is known of every token beside the products, in chunks of C tokens.
+    """Gates and documents of every token, in chunks of C tokens.
 
     Attributes:
         decay: float32 [B, H, S].

@@ -24,7 +24,7 @@ dot = pltriton.dot
 
 
 class Gates(NamedTuple):
-    """What walks take beside tokens; arrays, or references to them in a kernel.
+    """Operands of a walk beside the tokens; arrays, or references to them in a kernel.
 
     Attributes:
         beta: [B, H, S].
@@ -215,7 +215,7 @@ class Steps(NamedTuple):
 
 
 def steps(gates: Gates, width: int) -> Steps:
-    """Those of the program."""
+    """The steps of the program that asks."""
     column, head, index = (pl.program_id(axis) for axis in range(3))
     row, part, total = index // PARTS, index % PARTS, gates.before.shape[1]
     begin, end = gates.bounds[row, part], gates.bounds[row, part + 1]
@@ -231,7 +231,7 @@ def along(q_ref, k_ref, v_ref, inverse_ref, scores_ref, *refs, scale: float, wid
     key_head = head // (v_ref.shape[2] // k_ref.shape[2])
 
     def loaded(index):
-        """What is no operand of a product, and would be waited for."""
+        """Values and gates of a chunk: no operands of products, they would be waited for."""
         number = at.begin + jnp.minimum(index, at.count - 1)
         rows = pl.ds(number * CHUNK, CHUNK)
         gated = (pltriton.load(ref.at[row, head, rows]) for ref in gates[:3])

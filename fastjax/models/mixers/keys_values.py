@@ -52,7 +52,7 @@ def filled_places(slots: Slots, page: int) -> tuple[Int[Array, "B T"], Int[Array
 def gathered_pages(
     held: Float[Array, "L N K P D"], dtype: DTypeLike, filled: Int[Array, "B T"], slots: Slots
 ) -> Float[Array, "B T K D"]:
-    """What the pages hold of each row's tokens, one after another.
+    """The contents of each row's pages, one after another.
 
     Args:
         held: the pages.
