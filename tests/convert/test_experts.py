@@ -245,15 +245,19 @@ def test_what_is_wrong_with_experts_is_named(tmp_path):
         open_weights(write(tmp_path / "short", oss, packed | {name: packed[name][..., :1]}))
 
 
-def test_a_folder_is_cast_tensor_by_tensor(tmp_path):
-    """Without a change to any expert; the module that predicts further tokens goes along."""
-    config = MIXTURES["glm4_moe"]
-    further = {"model.layers.4.mlp.experts.0.up_proj.weight": np.ones((2, 2), np.float32)}
+@pytest.mark.parametrize(
+    ("family", "beside"),
+    [("glm4_moe", "layers.4.mlp.experts.0.up_proj"), ("deepseek_v32", "layers.2.self_attn.indexer.wq_b")],
+)
+def test_a_folder_is_cast_tensor_by_tensor(family, beside, tmp_path):
+    """Without a change to any expert; the module that predicts further tokens, or an indexer, goes along."""
+    config = MIXTURES[family]
+    further = {f"model.{beside}.weight": np.ones((2, 2), np.float32)}
     folder = write(tmp_path / "model", config, arrays(config) | further)
-    spec = open_weights(folder).specs["layers.2.self_attn.q_proj.weight"]
+    spec = open_weights(folder).specs["layers.2.self_attn.o_proj.weight"]
     a, b = np.ones((2, spec.shape[1]), np.float32), np.ones((spec.shape[0], 2), np.float32)
     paths = {spec.path.with_leaf("lora_A"): a, spec.path.with_leaf("lora_B"): b}
-    adapter = AdapterConfig(r=2, target_modules=["layers.2.self_attn.q_proj"])
+    adapter = AdapterConfig(r=2, target_modules=["layers.2.self_attn.o_proj"])
     write_adapter(tmp_path / "adapter", adapter, paths, family=family_for(config))
     for dtype, wanted in (("bfloat16", {"bfloat16"}), ("nf4", {"float32", "nf4-nested"})):
         merge(folder, tmp_path / "adapter", tmp_path / dtype, dtype=dtype)

@@ -10,10 +10,12 @@ import pytest
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.execution.execution import Execution
+from fastjax.execution.opening import row_length
 from fastjax.execution.options import EXECUTION, LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import ModelSection
 from tests.support import tiny
+from tests.support.families import MIXTURES
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(LoadOptions)}
 
@@ -93,3 +95,10 @@ def test_a_model_keeps_its_options_as_they_came_out(given, kept):
     assert dataclasses.asdict(model.options) == settled | {"max_seq_length": model.max_seq_length}
     adapted = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=given)
     assert adapted.options == model.options and adapted.execution == model.execution
+
+
+def test_rows_in_which_attention_would_be_sparse_are_refused():
+    config = read_config(MIXTURES["deepseek_v32"])
+    assert row_length(LoadOptions(), config) == row_length(LoadOptions(max_seq_length=64), config) == 64
+    with pytest.raises(ConfigError, match="max_seq_length: expected at most the model's index_topk, 64, got 65"):
+        row_length(LoadOptions(max_seq_length=65), config)
