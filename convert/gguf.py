@@ -22,8 +22,10 @@ from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
 from convert.finite import is_finite, nonfinite
 from convert.gguf_architecture import hyper_parameters
+from convert.gguf_delta import NAMES, delta_values
 from convert.gguf_vocabulary import read_vocabulary
-from convert.model.paths import EMBEDDING, HEAD
+from convert.model.layers import GatedDelta
+from convert.model.paths import EMBEDDING, HEAD, WeightPath
 from convert.model.spec import VECTORS, WeightSpec
 from convert.output import write_files
 from convert.quantization_aware import QuantizationAware
@@ -37,8 +39,8 @@ from convert.weights import Weights, open_weights
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-#: Kinds that stay in float32: vectors, and what chooses and weighs experts.
-_EXACT = VECTORS | {"router", "gate"}
+#: Kinds that stay in float32: vectors, convolutions, and what chooses and weighs experts.
+_EXACT = VECTORS | {"router", "gate", "taps"}
 #: End of a path -> as the library knows it.
 _CHOICE_BIAS = ("mlp.router.choice_bias", "mlp.expert_bias.bias")
 _FORMAT = 1  # version of an interrupted conversion's records; another version starts anew
@@ -179,14 +181,14 @@ class _Contents:
         self.tensors: dict[str, tuple[WeightSpec | None, Any, tuple[int, ...]]] = {
             name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in parameters.tensors.items()
         }
-        for path, row in weights.specs.items():
+        for row in weights.specs.values():
             prefix = "" if row.path.part == HEAD else "model."
-            path = path.replace(*_CHOICE_BIAS)
-            name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
+            name = names.get_name(f"{prefix}{_known(row.path)}", (".weight", ".bias"))
             biases = (None, *parameters.architecture.biases)  # None: of norms and heads, which are the family's own
             if name is None or row.kind == "bias" and row.group not in biases:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
             shape = row.shape[1:] if row.kind == "gate" else row.shape  # a vector there
+            shape = (shape[0], shape[-1]) if row.kind == "taps" else shape
             self.tensors[name] = row, self._type_of(row), shape
         trained = QuantizationAware.read(self.file.parent)
         if trained is not None and self.type.name not in _FLOATS:
@@ -256,6 +258,9 @@ class _Contents:
             for values in blocks():
                 yield values + np.float32(shift)
             return
+        if self.parameters.delta is not None and spec.path.block == self.parameters.delta.block:
+            yield delta_values(part, np.concatenate(list(blocks())).astype(np.float32), self.parameters.delta)
+            return
         columns = spec.shape[-1]
         group = math.lcm(columns, _WHOLE) if math.lcm(columns, _WHOLE) <= 2**24 else columns
         for _, values in whole_groups(blocks(), group):
@@ -275,6 +280,15 @@ class _Contents:
             self.notes.append(f"{spec.path} is kept in F16: its rows of {columns} are no whole blocks of {kind.name}")
             kind = kinds.F16
         return kind
+
+
+def _known(path: WeightPath) -> str:
+    """A path in the words of the library."""
+    start = f"{GatedDelta.block}."
+    for inside, name in NAMES.items():
+        if path.endswith(f".{start}{inside}"):
+            return path.removesuffix(inside) + name
+    return path.replace(*_CHOICE_BIAS)
 
 
 def _floats(raw: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:

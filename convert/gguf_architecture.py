@@ -14,7 +14,9 @@ from convert.errors import unexpected
 from convert.families import FAMILIES, Family
 from convert.families.gguf import Architecture
 from convert.families.mapping import read_config
+from convert.gguf_delta import delta_keys
 from convert.model.config import ModelConfig
+from convert.model.layers import GatedDelta
 from convert.model.reader import FULL, SLIDING, Reader
 from convert.model.rope import RopeConfig
 
@@ -31,6 +33,7 @@ class HyperParameters:
         tensors: Name -> float32 array absent from checkpoints: divisors of rotary frequencies.
         heads: "q_proj" and "k_proj" -> number of heads.
         notes: Remaining differences of llama.cpp, in sentences.
+        delta: Settings of the recurrent layers; None: There are none.
     """
 
     architecture: Architecture
@@ -38,6 +41,7 @@ class HyperParameters:
     tensors: Mapping[str, np.ndarray]
     heads: Mapping[str, int]
     notes: tuple[str, ...]
+    delta: GatedDelta | None = None
 
 
 def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> HyperParameters:
@@ -69,6 +73,7 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
         "head_count_kv": model.num_key_value_heads,
         "key_length": model.head_dim,
         "value_length": model.head_dim,
+        **(delta_keys(model, get) if architecture.recurrent else {}),
         **_mixture_keys(model),
         "layer_norm_eps" if model.norm == "layer" else "layer_norm_rms_eps": model.norm_eps,
         **{key: get.positive(name) for name, key in architecture.numbers.items()},
@@ -79,7 +84,8 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
     if family.section is not None:
         notes.append("the vision tower is left out")
     heads = {"q_proj": model.num_attention_heads, "k_proj": model.num_key_value_heads}
-    return HyperParameters(architecture, keys, tensors, heads, tuple(notes))
+    delta = model.recurrent[0] if architecture.recurrent else None
+    return HyperParameters(architecture, keys, tensors, heads, tuple(notes), delta)
 
 
 def _check(architecture: Architecture, family: Family, model: ModelConfig, get: Reader) -> None:

@@ -32,6 +32,10 @@ _SPLITS = {
     (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
     (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, False): "dbrx",
     (_CONTRACTIONS + r"\p{N}" + _REST, False): "qwen2",
+    (
+        _CONTRACTIONS.replace(r"\p{L}+", r"[\p{L}\p{M}]+") + r"\p{N}" + _REST.replace(r"\p{L}", r"\p{L}\p{M}"),
+        False,
+    ): "qwen35",
     (_cased("") + r"\p{N}" + _REST_AND_SLASHES, True): "tekken",
     (_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}" + _REST_AND_SLASHES, False): "gpt-4o",
 }

@@ -37,6 +37,7 @@ class Architecture:
         normalizes: Whether the weights of a token's experts are divided by their sum; None: no mixtures.
         grouped: Whether several query heads may share a key head.
         position_free: n: every n-th layer has no rotary positions; None: all have.
+        recurrent: Whether layers have Gated DeltaNet (`convert.gguf_delta`).
     """
 
     name: str
@@ -60,3 +61,4 @@ class Architecture:
     normalizes: bool | None = None
     grouped: bool = True
     position_free: int | None = None
+    recurrent: bool = False

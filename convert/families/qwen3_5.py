@@ -5,6 +5,7 @@ from typing import Any
 
 from convert.families import gated_delta
 from convert.families.family import Family
+from convert.families.gguf import Architecture
 from convert.families.vision_tower import by_class
 from convert.model.layers import Mixer
 from convert.model.reader import Reader
@@ -43,6 +44,6 @@ QWEN3_5_TEXT = Family(
     neutral=gated_delta.NEUTRAL,
     ignored=gated_delta.WITH_PREDICTOR,
     classifier="Qwen3_5TextForSequenceClassification",
-    gguf="its files have not been compared with llama.cpp",
+    gguf=Architecture("QWEN35", norm_shift=1.0, recurrent=True),
 )
 QWEN3_5 = by_class(QWEN3_5_TEXT, "qwen3_5", ("visual",))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, everywhere, softmax_router
 from convert.families.qwen3_5 import QWEN3_5_TEXT
 from convert.families.vision_tower import by_class
@@ -31,5 +32,6 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     mixture=Mixture(_mixture, renamed=False),
     neutral={**QWEN3_5_TEXT.neutral, "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
     classifier=None,
+    gguf=Architecture("QWEN35MOE", norm_shift=1.0, recurrent=True, normalizes=True),
 )
 QWEN3_5_MOE = by_class(QWEN3_5_MOE_TEXT, "qwen3_5_moe", ("visual",))

@@ -36,6 +36,10 @@ NORMS = {
             "post_feedforward_layernorm": "post_ffw_norm",
         },
     ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+        {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"},
+    ),
     "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     **dict.fromkeys(("cohere", "cohere2", "phi"), {"input_layernorm": "attn_norm"}),
     "glm4": {
@@ -55,11 +59,16 @@ MODULES = {
     "mlp.router": "ffn_gate_inp",
     "mlp.expert_bias": "exp_probs_b",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{"linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.out_proj": "ssm_out"},
+    **{"linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.norm": "ssm_norm"},
+    "linear_attn.conv1d": "ssm_conv1d",
 }
+#: Names without the ending of the path.
+WHOLE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 INTERLEAVED = ("llama", "mistral", "mistral3", "granite", "smollm3", "mixtral", "olmo")
 #: Matrices that stay in float32.
-EXACT = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
+EXACT = ("mlp.router.weight", "mlp.shared_expert_gate.weight", "conv1d.weight")
 
 
 def name_in_file(kind, path):
@@ -68,6 +77,8 @@ def name_in_file(kind, path):
     if module in TOP:
         return f"{TOP[module]}.{part}"
     _, number, rest = module.split(".", 2)
+    if rest in WHOLE:
+        return f"blk.{number}.{WHOLE[rest]}"
     return f"blk.{number}.{(NORMS[kind] | MODULES)[rest]}.{part}"
 
 
@@ -75,6 +86,10 @@ def in_llama_cpp(kind, path, values):
     """A weight as llama.cpp expects it."""
     values = values.astype(np.float32)
     if kind.startswith(("gemma", "nemotron")) and path.endswith("norm.weight"):
+        return values + 1
+    if ".linear_attn." in path:
+        return heads_by_turns(path.split(".")[-2], values)
+    if kind.startswith("qwen3_5") and path.endswith("norm.weight"):
         return values + 1
     part = path.split(".")[-2]
     if kind not in INTERLEAVED or part not in ("q_proj", "k_proj"):
@@ -86,6 +101,18 @@ def in_llama_cpp(kind, path, values):
         for half in (0, 1)
     ]
     return values[order]
+
+
+def heads_by_turns(part, values):
+    """The four heads of values as 0, 2, 1, 3: head h reads key head h mod 2."""
+    if part == "norm":
+        return values
+    if part == "out_proj":
+        return heads_by_turns("in_proj_z", values.T).T
+    size = 1 if len(values) == 4 else 16
+    before, after = np.split(values, [len(values) - 4 * size])
+    turned = np.concatenate([before, *(after[head * size : (head + 1) * size] for head in (0, 2, 1, 3))])
+    return {"A_log": lambda: -np.exp(turned), "conv1d": lambda: turned[:, 0]}.get(part, lambda: turned)()
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
@@ -127,7 +154,7 @@ def test_names_values_and_keys(kind, type, tmp_path):
         gguf.TENSOR_NAMES[tensor].format(bid=i) for tensor in gguf.MODEL_TENSORS[architecture] for i in range(layers)
     }
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    assert {tensor.rpartition(".")[0] for tensor in found} <= known
+    assert {tensor if tensor in known else tensor.rpartition(".")[0] for tensor in found} <= known
     extra = {"rope_factors_long.weight": LONG, "rope_factors_short.weight": SHORT} if kind == "phi3" else {}
     assert set(found) == {name_in_file(kind, path) for path in arrays} | set(extra)
     for other, values in extra.items():
@@ -185,6 +212,11 @@ def test_what_comes_out_otherwise_is_noted(kind, changes, note, tmp_path):
         ("cohere", {"tie_word_embeddings": False}, "lm_head.weight: command-r of llama.cpp has no such tensor"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm: expected false with 2 layers, which COMMAND_R means"),
         ("gemma2", {"query_pre_attn_scalar": 23}, "query_pre_attn_scalar: expected 16, which GEMMA2 means"),
+        (
+            "qwen3_5_text",
+            {"layer_types": [FULL] * 2},
+            "layer_types: expected attention in every n-th layer and no others",
+        ),
         ("gemma2", {"layer_types": [FULL, SLIDING]}, "layer_types: expected a window in all layers but each 2th"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a number >= 0"),
         ("gemma3_text", {"final_logit_softcapping": 4.0}, "final_logit_softcapping: expected null, for GGUF"),

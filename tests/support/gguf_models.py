@@ -43,8 +43,24 @@ GEMMA3 = {
 }
 LONG, SHORT = [1.5, 3.0, 6.0, 7.0, 8.0, 9.0], [1.0, 1.2, 1.5, 1.6, 1.7, 1.8]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "long_factor": LONG, "short_factor": SHORT}
+#: Layers with Gated DeltaNet: four heads of values of 16, two for each head of keys.
+DELTA = LINEAR | {
+    **{"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 12, "linear_value_head_dim": 16},
+}
+DELTA_KEYS = {
+    **{"full_attention_interval": 2, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.state_size": 12},
+    **{"ssm.inner_size": 64, "ssm.conv_kernel": 4, "rope.dimension_count": 4},
+    "rope.dimension_sections": [11, 11, 10, 0],
+}
+DELTA_EXPERTS = {
+    **{"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 64,
+}
 #: Model with a text section -> fields there.
 TEXTS = {
+    "qwen3_5": DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": DELTA | DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"},
     "gemma3": GEMMA3 | {"model_type": "gemma3_text"},
     "mistral3": {"model_type": "mistral", "sliding_window": None},
 }
@@ -100,6 +116,10 @@ FAMILY_CASES = {
             "attention.sliding_window": 0,
         },
     ),
+    "qwen3_5_text": (DELTA, "qwen35", DELTA_KEYS),
+    "qwen3_5": ({}, "qwen35", DELTA_KEYS),
+    "qwen3_5_moe_text": (DELTA | DELTA_EXPERTS, "qwen35moe", DELTA_KEYS | EXPERT_KEYS),
+    "qwen3_5_moe": ({}, "qwen35moe", DELTA_KEYS | EXPERT_KEYS),
     "olmo2": (LINEAR, "olmo2", {"rope.freq_base": 300.0}),
     "granite": (
         {

@@ -9,8 +9,9 @@ import numpy as np
 #: Architectures whose rotary pairs are neighbours; in the others a pair has one of each half.
 NEIGHBOURS = ("llama", "granite", "smollm3", "command-r")
 #: Architectures that divide the weights of a token's experts by their sum.
-NORMALIZED = ("llama", "qwen3moe")
+NORMALIZED = ("llama", "qwen3moe", "qwen35moe")
 _GEMMA = ("gemma", "gemma2", "gemma3")
+_DELTA = ("qwen35", "qwen35moe")
 
 
 def read(file):
@@ -41,10 +42,11 @@ def logits(file, tokens, *, neighbours=None):
     for i in range(keys["block_count"]):
         own = {name.removeprefix(f"blk.{i}."): value for name, value in tensors.items() if name.startswith(f"blk.{i}.")}
         own |= {name: value for name, value in tensors.items() if name.startswith("rope_")}
+        if arch in _DELTA:  # there it stands before the MLP
+            own["ffn_norm.weight"] = own.pop("post_attention_norm.weight")
         before = _norm(arch, keys, x, own.get("attn_norm.weight"))
-        change = _norm(
-            arch, keys, _attention(arch, keys, own, before, i, neighbours), own.get("post_attention_norm.weight")
-        )
+        mixed = _delta(keys, own, before) if "ssm_a" in own else _attention(arch, keys, own, before, i, neighbours)
+        change = _norm(arch, keys, mixed, own.get("post_attention_norm.weight"))
         if arch == "command-r":
             x = x + change + _mlp(arch, own, before)
             continue
@@ -79,6 +81,9 @@ def _attention(arch, keys, own, x, layer, neighbours):
         parts = np.split(_linear(own, "attn_qkv", x), [heads * size, (heads + key_heads) * size], axis=1)
     else:
         parts = [_linear(own, f"attn_{part}", x) for part in "qkv"]
+    gate = np.inf
+    if arch in _DELTA:
+        parts[0], gate = (part.reshape(length, -1) for part in np.split(parts[0].reshape(length, heads, -1), 2, axis=2))
     window = keys.get("attention.sliding_window") if arch in ("gemma2", "gemma3") else None
     period = {"gemma2": 2, "gemma3": 6}.get(arch, 1)
     local = window is not None and layer % period < period - 1
@@ -103,7 +108,31 @@ def _attention(arch, keys, own, x, layer, neighbours):
     scores = np.where(seen, scores, -np.inf)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     out = (scores / scores.sum(-1, keepdims=True)) @ v
-    return _linear(own, "attn_output", out.swapaxes(0, 1).reshape(length, -1))
+    return _linear(own, "attn_output", out.swapaxes(0, 1).reshape(length, -1) / (1 + np.exp(-gate)))
+
+
+def _delta(keys, own, x):
+    """Gated DeltaNet: value head h reads key head h mod the number of these."""
+    length, heads, key_heads = len(x), keys["ssm.time_step_rank"], keys["ssm.group_count"]
+    size, inner, taps = keys["ssm.state_size"], keys["ssm.inner_size"], keys["ssm.conv_kernel"]
+    mixed = np.pad(_linear(own, "attn_qkv", x), ((taps - 1, 0), (0, 0)))
+    mixed = sum(mixed[tap : tap + length] * own["ssm_conv1d.weight"][:, tap] for tap in range(taps))
+    mixed = mixed / (1 + np.exp(-mixed))
+    q, k = (part.reshape(length, key_heads, size) for part in np.split(mixed[:, : 2 * key_heads * size], 2, axis=1))
+    q, k = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (q, k))
+    v = mixed[:, 2 * key_heads * size :].reshape(length, heads, inner // heads)
+    beta = 1 / (1 + np.exp(-_linear(own, "ssm_beta", x)))
+    decay = np.exp(np.log1p(np.exp(_linear(own, "ssm_alpha", x) + own["ssm_dt.bias"])) * own["ssm_a"])
+    out, states = np.zeros_like(v), np.zeros((heads, size, inner // heads))
+    for token in range(length):
+        for head in range(heads):
+            key, query = (part[token, head % key_heads] for part in (k, q))
+            state = states[head] * decay[token, head]
+            states[head] = state + np.outer(key, (v[token, head] - key @ state) * beta[token, head])
+            out[token, head] = query @ states[head] * size**-0.5
+    gate = _linear(own, "attn_gate", x)
+    normed = _norm("", keys, out, own["ssm_norm.weight"]).reshape(length, inner)
+    return _linear(own, "ssm_out", normed * gate / (1 + np.exp(-gate)))
 
 
 def _rotate(keys, own, x, local, neighbours):
