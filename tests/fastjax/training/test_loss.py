@@ -119,11 +119,11 @@ def recorded(model, rows):
     return logits, chosen
 
 
-def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, tmp_path):
+def test_dropout_is_of_embeddings_and_both_blocks_and_of_training_alone(monkeypatch, tmp_path):
     rate = 0.3
-    config = families.CONFIGS["seed_oss"] | {"residual_dropout": rate}
+    config = families.CONFIGS["starcoder2"] | {"residual_dropout": rate, "embedding_dropout": rate}
     model = tiny.model(tmp_path, config, full_finetuning=True, layer_loop="unroll")
-    whole = tiny.model(tmp_path / "none", families.CONFIGS["seed_oss"], full_finetuning=True, layer_loop="unroll")
+    whole = tiny.model(tmp_path / "none", families.CONFIGS["starcoder2"], full_finetuning=True, layer_loop="unroll")
     dropped = []
 
     def recorded(x, key, name, rate):
@@ -132,6 +132,7 @@ def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, t
         return y
 
     monkeypatch.setattr(residual_stream, "drop", recorded)
+    monkeypatch.setattr("fastjax.models.decoder.drop", recorded)
     monkeypatch.setattr("fastjax.execution.loop.checkpointed", lambda block, *_, **__: block)
     with jax.disable_jit():  # layers are traced once and jitted; here their masks are looked at
         assert sums(model).loss_sum == sums(whole).loss_sum
@@ -139,6 +140,6 @@ def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, t
         dropped.clear()
         assert sums(model, key=jax.random.key(0)).loss_sum != sums(whole).loss_sum
     own = [one for one in dropped if one[1] == rate]
-    assert [name for name, _, _ in own] == ["self_attn", "mlp"] * config["num_hidden_layers"]
+    assert [name for name, _, _ in own] == ["embed_tokens", *["self_attn", "mlp"] * config["num_hidden_layers"]]
     # thousands of elements: three standard deviations are 0.03
     assert all(abs(share - rate) < 0.05 for _, _, share in own)
