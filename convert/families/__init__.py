@@ -13,6 +13,7 @@ from convert.families.cohere2 import COHERE2
 from convert.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from convert.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from convert.families.ernie4_5 import ERNIE4_5
+from convert.families.ernie4_5_moe import ERNIE4_5_MOE
 from convert.families.exaone4 import EXAONE4
 from convert.families.exaone_moe import EXAONE_MOE
 from convert.families.family import Family, Ignored
@@ -68,7 +69,7 @@ FAMILIES: dict[str, Family] = {
         *(GLM4, ERNIE4_5, APERTUS, COHERE2, NEMOTRON, PHI, MISTRAL3, MUSE_GLIMMER),
         *(STARCODER2, OLMO, HELIUM, GRANITE_SWA),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
-        *(MINIMAX_M2, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE),
+        *(MINIMAX_M2, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, ERNIE4_5_MOE),
         *(QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID),
         *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
     )

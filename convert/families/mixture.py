@@ -49,6 +49,7 @@ class Mixture:
         block: the block's name in files.
         router: the router's.
         choice_bias: of the router's bias for the choice.
+        choice_dims: its dimensions.
         shared: the shared expert's.
         projections: names of gate, up and down of an expert by itself.
         renamed: whether PEFT takes the names of projections and router for the experts (`convert.renamed_modules`).
@@ -61,6 +62,7 @@ class Mixture:
     block: str = "mlp"
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
+    choice_dims: tuple[str, ...] = ("X",)
     shared: str = "shared_expert"
     projections: tuple[str, str, str] = PROJECTIONS
     renamed: bool = True
@@ -87,7 +89,7 @@ class Mixture:
             _row(f"{start}.bias", "mlp", ROUTER, "bias", "X", kind="bias", when="router bias"),
             _row(
                 f"{self.block}.{self.choice_bias}",
-                *("mlp", ROUTER, "choice_bias", "X"),
+                *("mlp", ROUTER, "choice_bias", *self.choice_dims),
                 kind="choice_bias",
                 when="choice bias",
             ),
@@ -156,11 +158,11 @@ def number_of_experts(get: Reader, *names: str) -> int:
     return count
 
 
-def chosen_experts(get: Reader, experts: int) -> int:
-    """`num_experts_per_tok`, at most the number of experts."""
-    chosen = get.integer("num_experts_per_tok")
+def chosen_experts(get: Reader, experts: int, name: str = "num_experts_per_tok") -> int:
+    """The number of a token's experts, at most that of all."""
+    chosen = get.integer(name)
     if chosen > experts:
-        raise get.wrong("num_experts_per_tok", f"at most the number of experts, {experts}")
+        raise get.wrong(name, f"at most the number of experts, {experts}")
     return chosen
 
 

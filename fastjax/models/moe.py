@@ -35,7 +35,7 @@ class Router(Projection):
 
     Attributes:
         settings: its mathematics.
-        choice_bias: [X], added to the scores for the choice alone; or None.
+        choice_bias: [X] or [1, X], added to the scores for the choice alone; or None.
     """
 
     def __init__(self, config: RouterConfig, *arguments, choice_bias: Array | None, **options):
@@ -46,7 +46,7 @@ class Router(Projection):
     def route(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> tuple[Routing, Items | None]:
         """The experts of all tokens, one after the other; and their items, where tokens are few."""
         (logits,) = self(x.astype(jnp.float32), key)
-        bias = None if self.choice_bias is None else self.choice_bias[...]
+        bias = None if self.choice_bias is None else self.choice_bias[...].reshape(-1)
         return choose_experts(self.settings, logits.reshape(-1, logits.shape[-1]), bias)
 
 
