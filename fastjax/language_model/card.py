@@ -23,7 +23,7 @@ def model_card(model: LanguageModel, name: str) -> Card:
     over = model.base
     base = _base_name(model, over)
     kind = "A model, every weight of which was trained" if model.lora is None else "A PEFT adapter, trained"
-    told = "a base that is not known" if over is None else f"`{over.told}`"
+    told = "a base that is not known" if over is None else f"`{base}`{over.told.removeprefix(base)}"
     about = f"{kind}{' from' if model.lora is None else ' over'} {told}, by fastjax."
     library = "transformers" if model.lora is None else "peft"
     use = _use(model, name, base) if base else ()

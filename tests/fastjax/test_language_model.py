@@ -149,6 +149,7 @@ def test_what_is_uploaded_has_a_card_unless_the_repository_has_its_own(base, tmp
     if there is None:
         card = uploaded["README.md"].decode()
         assert 'PeftModel.from_pretrained(model, "me/tuned")' in card and "--adapter me/tuned" in card
+        assert f"trained over `{model.base.name}` in {model.base.kind}" in card
         assert "fastjax chat" not in card and " me/tuned tuned-merged" in card
         assert "datasets:\n- org/data\n" in card and card.endswith("## Training\n\n| steps | 3 |\n")
     else:
