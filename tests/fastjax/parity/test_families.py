@@ -56,7 +56,7 @@ EVERY = VARIANTS | SPELLINGS | MIXTURE_VARIANTS
 SPELLED = (
     *("qwen2, windows by number", "qwen3, windows by number", "gemma2, windows by turns", "phi3, old spelling"),
     *("gemma3_text, old spelling", "gemma3_text, flat", "smollm3, by interval", "mistral, layer_types"),
-    *("hunyuan_v1_dense, as published", "gemma, gelu_python"),
+    *("qwen3_next, mixtures everywhere", "hunyuan_v1_dense, as published", "gemma, gelu_python"),
     *("deepseek_v3, as published", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
 )
 AS_WRITTEN = "tests/fastjax/models/test_families.py::test_a_config_as_transformers_writes_it"
