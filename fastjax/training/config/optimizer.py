@@ -38,7 +38,7 @@ class OptimizerConfig:
     """where cosine, linear and wsd end, as a part of the highest learning rate."""
     weight_decay: NotNegative = 0.0
     """decoupled weight decay: a step takes this many times the weight's own learning rate off it."""
-    no_decay: list[str] = dataclasses.field(default_factory=lambda: ["bias", "norm", "magnitude"])
+    no_decay: list[str] = dataclasses.field(default_factory=lambda: ["bias", "norm", "scale", "decay", "magnitude"])
     """parts of names of weights that do not decay; by default no vector does."""
     adam_beta1: Part = 0.9
     """decay of the first moment (lion: of the interpolation; adafactor has none)."""
