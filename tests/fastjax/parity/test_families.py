@@ -33,8 +33,8 @@ TOLERANCE = 1e-4
 #: Families whose blocks round differently in bfloat16: biases and heads' norms under a scaled RoPE, norms of 1 + w and
 #: soft caps, multipliers, norms behind the blocks, LayerNorm with attention and MLP side by side, experts with biases.
 ROUNDED = ("qwen3", "gemma2", "granite", "olmo2", "cohere", "gpt_oss")
-#: Families whose matrices lie differently in a 4-bit folder: apart and biased, fused, rows in pairs.
-PACKED = ("qwen2", "phi3", "cohere")
+#: Families whose matrices lie differently in a 4-bit folder: apart and biased, fused, rows in pairs, other names.
+PACKED = ("qwen2", "phi3", "cohere", "glm4", "phi", "apertus")
 #: LoRA steps: ten where the blocks' gradients differ. Where only the layers' plan or the names do, three, which reach
 #: every array: A has no gradient until B has moved. Gemma 3's blocks are those beside the vision tower.
 STEPS = {
