@@ -3,6 +3,7 @@
 import atexit
 import functools
 import itertools
+import json
 import math
 import shutil
 import tempfile
@@ -126,7 +127,8 @@ def model(folder, config, seed=0, **options):
     """Our model with the weights of `arrays`, through a folder; float32 and not quantised unless the options say so."""
     if not (folder / "config.json").exists():
         write_folder(folder, config, arrays(config, seed))
-    options = {"dtype": "float32", "load_in_4bit": False, "max_seq_length": 128, **options}
+    longest = min(128, json.loads((folder / "config.json").read_text()).get("index_topk", 128))
+    options = {"dtype": "float32", "load_in_4bit": False, "max_seq_length": longest, **options}
     return FastLanguageModel.from_pretrained(folder, **options)[0]
 
 

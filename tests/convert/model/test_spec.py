@@ -46,7 +46,10 @@ def test_the_weights_of_a_changed_config_are_those_of_its_file(family):
         {"vocab_size": config.vocab_size + 7},
         {"tie_word_embeddings": not config.tie_word_embeddings},
     ):
-        text = {"text_config": raw["text_config"] | changes} if "text_config" in raw else changes
+        text = changes
+        if "text_config" in raw:  # of two words the outer one counts
+            outer = {name: value for name, value in changes.items() if name in raw}
+            text = {"text_config": raw["text_config"] | changes, **outer}
         changed = dataclasses.replace(config, **changes)
         assert changed.specs == FAMILIES[family].specs(raw | text) != config.specs
     fewer = dataclasses.replace(config, num_hidden_layers=1, layers=config.layers[:1])

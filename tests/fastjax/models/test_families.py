@@ -25,7 +25,7 @@ from tests.support.generation import answers_in_ids
 
 EVERY = {**CONFIGS, **MIXTURES}
 #: Ends of the names of what no run trains.
-CONSTANT = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
+CONSTANT = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
 
 
 def theirs(config):
