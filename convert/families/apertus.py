@@ -45,5 +45,6 @@ APERTUS = Family(
         *(layer_row(f"mlp.act_fn.{leaf}", kind=leaf) for leaf in ("beta", "eps")),
     ),
     read=_read,
+    neutral={"post_norm": (False,), "qk_norm": (True,)},  # of published files
     gguf="its files have not been compared with llama.cpp",
 )

@@ -14,6 +14,9 @@ from convert.model.spec import ATTENTION_GROUPS
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     period = get.integer("sliding_window_pattern")
+    width = fields["hidden_size"] // fields["num_attention_heads"]
+    if fields["head_dim"] != width:
+        raise get.wrong("head_dim", f"{width}, the width over the heads, which transformers takes")
     found = windows(get, fields, lambda number: (number + 1) % period != 0, required=True)
     return {"mixers": tuple(one if one.sliding_window else Attention(rope=None) for one in found["mixers"])}
 
@@ -25,6 +28,11 @@ COHERE2 = dataclasses.replace(
     defaults={**COHERE.defaults, "rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4},
     switches={"attention_bias": ATTENTION_GROUPS},
     read=_read,
+    neutral={  # of published files; transformers ignores them
+        **{"layer_switch": (4,), "order_of_interleaved_layers": ("local_attn_first",), "rotary_pct": (1,)},
+        **{"position_embedding_type": ("rope_gptj",), "use_gated_activation": (True,), "use_parallel_block": (True,)},
+        **{"use_embedding_sharing": (True,), "use_parallel_embedding": (True, False)},
+    },
     gguf=Architecture(
         "COHERE2",
         square=True,
