@@ -59,11 +59,13 @@ SPELLED = (
     *("qwen3_next, mixtures everywhere", "hunyuan_v1_dense, as published", "gemma, gelu_python"),
     *("deepseek_v3, as published", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
 )
+#: Families whose layers are made of the parts of others above.
+ALIKE = ("ernie4_5", "cohere2")
 AS_WRITTEN = "tests/fastjax/models/test_families.py::test_a_config_as_transformers_writes_it"
 
 
 def marked(variant):
-    marks = [pytest.mark.exhaustive(by=AS_WRITTEN)] if variant in SPELLED else []
+    marks = [pytest.mark.exhaustive(by=AS_WRITTEN)] if variant in (*SPELLED, *ALIKE) else []
     return pytest.param(variant, marks=marks)
 
 
@@ -185,6 +187,7 @@ def test_lora_steps(family, tmp_path):
         assert np.linalg.norm(start[name] - expected) > 2e-3 * size, f"{name} has not moved"
 
 
+@pytest.mark.exhaustive("gemma3", "muse_glimmer")
 @pytest.mark.parametrize("kind", BESIDE)
 def test_a_text_model_beside_a_vision_tower(tmp_path, kind):
     """Logits with an adapter, in files and with names as transformers and PEFT have them."""
