@@ -72,7 +72,7 @@ def test_order_of_calls(base, tmp_path):
     assert not (tmp_path / "nothing").exists()
     adapted = FastLanguageModel.get_peft_model(base, r=4)
     with pytest.raises(ConfigError, match="without an adapter"):
-        FastLanguageModel.get_peft_model(adapted, r=4)
+        FastLanguageModel.get_peft_model(adapted, r=2)
     full = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
     with pytest.raises(ConfigError, match="full_finetuning"):
         FastLanguageModel.get_peft_model(full, r=4)
