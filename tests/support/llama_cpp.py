@@ -7,9 +7,15 @@ import gguf
 import numpy as np
 
 #: Architectures whose rotary pairs are neighbours; in the others a pair has one of each half.
-NEIGHBOURS = ("llama", "granite", "smollm3", "command-r")
+NEIGHBOURS = ("llama", "granite", "smollm3", "command-r", "cohere2", "olmo", "glm4", "ernie4_5")
+#: Architectures with LayerNorm, those with attention and MLP side by side, and those whose MLP has no gate.
+_LAYER_NORM = ("command-r", "cohere2", "olmo", "starcoder2", "nemotron", "phi2")
+_PARALLEL = ("command-r", "cohere2", "phi2")
+_PLAIN = ("starcoder2", "nemotron", "phi2")
 #: Architectures that divide the weights of a token's experts by their sum.
-NORMALIZED = ("llama", "qwen3moe", "qwen35moe")
+NORMALIZED = ("llama", "qwen3moe", "qwen35moe", "minimax-m2")
+#: Architectures that normalise queries and keys of all heads together.
+_WHOLE = ("olmo2", "olmoe", "minimax-m2")
 _GEMMA = ("gemma", "gemma2", "gemma3")
 _DELTA = ("qwen35", "qwen35moe")
 
@@ -44,30 +50,36 @@ def logits(file, tokens, *, neighbours=None):
         own |= {name: value for name, value in tensors.items() if name.startswith("rope_")}
         if arch in _DELTA:  # there it stands before the MLP
             own["ffn_norm.weight"] = own.pop("post_attention_norm.weight")
-        before = _norm(arch, keys, x, own.get("attn_norm.weight"))
+        before = _norm_of(arch, keys, x, own, "attn_norm")
         mixed = _delta(keys, own, before) if "ssm_a" in own else _attention(arch, keys, own, before, i, neighbours)
         change = _norm(arch, keys, mixed, own.get("post_attention_norm.weight"))
-        if arch == "command-r":
+        if arch in _PARALLEL:
             x = x + change + _mlp(arch, own, before)
             continue
         residual = keys.get("residual_scale", 1.0)
         x = x + residual * change
-        inner = _norm(arch, keys, x, own.get("ffn_norm.weight"))
+        inner = _norm_of(arch, keys, x, own, "ffn_norm")
         change = _experts(arch, keys, own, inner) if "ffn_gate_inp.weight" in own else _mlp(arch, own, inner)
         x = x + residual * _norm(arch, keys, change, own.get("post_ffw_norm.weight"))
-    x = _norm(arch, keys, x, tensors["output_norm.weight"])
-    out = x @ tensors.get("output.weight", tensors["token_embd.weight"]).T
+    x = _norm_of(arch, keys, x, tensors, "output_norm")
+    out = x @ tensors.get("output.weight", tensors["token_embd.weight"]).T + tensors.get("output.bias", 0.0)
     scale = keys.get("logit_scale", 1.0)
     return _capped(out / scale if arch == "granite" else out * scale, keys.get("final_logit_softcapping"))
+
+
+def _norm_of(arch, keys, x, own, name):
+    """The norm of that name; olmo's have no scale."""
+    weight = own.get(f"{name}.weight", 1.0 if arch == "olmo" else None)
+    return _norm(arch, keys, x, weight) + own.get(f"{name}.bias", 0.0)
 
 
 def _norm(arch, keys, x, weight):
     if weight is None:
         return x
-    if arch == "command-r":
+    kind = "layer_norm" if arch in _LAYER_NORM else "layer_norm_rms"
+    if arch in _LAYER_NORM:
         x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + keys["attention.layer_norm_epsilon"]) * weight
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + keys["attention.layer_norm_rms_epsilon"]) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + keys[f"attention.{kind}_epsilon"]) * weight
 
 
 def _linear(own, name, x):
@@ -81,23 +93,25 @@ def _attention(arch, keys, own, x, layer, neighbours):
         parts = np.split(_linear(own, "attn_qkv", x), [heads * size, (heads + key_heads) * size], axis=1)
     else:
         parts = [_linear(own, f"attn_{part}", x) for part in "qkv"]
+    limit = keys.get("attention.clamp_kqv", np.inf)
+    parts = [np.clip(part, -limit, limit) for part in parts]
     gate = np.inf
     if arch in _DELTA:
         parts[0], gate = (part.reshape(length, -1) for part in np.split(parts[0].reshape(length, heads, -1), 2, axis=2))
-    window = keys.get("attention.sliding_window") if arch in ("gemma2", "gemma3") else None
-    period = {"gemma2": 2, "gemma3": 6}.get(arch, 1)
+    window = keys.get("attention.sliding_window") if arch in ("gemma2", "gemma3", "cohere2") else None
+    period = {"gemma2": 2, "gemma3": 6, "cohere2": 4}.get(arch, 1)
     local = window is not None and layer % period < period - 1
     turned = []
     for part, values in zip("qk", parts, strict=False):
         weight = own.get(f"attn_{part}_norm.weight")
-        if arch in ("olmo2", "olmoe"):
+        if arch in _WHOLE:
             values = _norm(arch, keys, values, weight)
         values = values.reshape(length, -1, size).swapaxes(0, 1)
         if arch == "command-r" and weight is not None:
             values = _norm(arch, keys, values, weight[:, None])
-        elif arch not in ("olmo2", "olmoe"):
+        elif arch not in _WHOLE:
             values = _norm(arch, keys, values, weight)
-        if arch != "smollm3" or (layer + 1) % 4 != 0:
+        if arch not in ("smollm3", "cohere2") or (layer + 1) % 4 != 0:
             values = _rotate(keys, own, values, local and arch == "gemma3", neighbours)
         turned.append(values)
     q, k = turned[0], np.repeat(turned[1], heads // key_heads, axis=0)
@@ -169,10 +183,11 @@ def _rotate(keys, own, x, local, neighbours):
 def _experts(arch, keys, own, x):
     """Weighted sums of each token's best experts, and a shared expert with a gate."""
     gates = np.exp(x @ own["ffn_gate_inp.weight"].T)
-    gates /= gates.sum(-1, keepdims=True)
+    gates /= 1 + gates if keys.get("expert_gating_func") == 2 else gates.sum(-1, keepdims=True)
+    bias = own.get("exp_probs_b.bias", 0.0)  # of the choice alone
     out = np.zeros_like(x)
     for token, row in enumerate(x):
-        chosen = np.argsort(-gates[token])[: keys["expert_used_count"]]
+        chosen = np.argsort(-(gates[token] + bias))[: keys["expert_used_count"]]
         shares = gates[token, chosen] / (gates[token, chosen].sum() if arch in NORMALIZED else 1.0)
         for number, share in zip(chosen, shares, strict=True):
             one = {f"{name}.weight": own[f"{name}_exps.weight"][number] for name in ("ffn_gate", "ffn_up", "ffn_down")}
@@ -185,12 +200,15 @@ def _experts(arch, keys, own, x):
 
 def _mlp(arch, own, x):
     up = _linear(own, "ffn_up", x)
-    gate, up = np.split(up, 2, axis=1) if arch == "phi3" else (_linear(own, "ffn_gate", x), up)
-    if arch in _GEMMA:
-        gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-    else:
-        gate = gate / (1 + np.exp(-gate))
+    if arch in _PLAIN:
+        return _linear(own, "ffn_down", np.maximum(up, 0) ** 2 if arch == "nemotron" else _gelu(up))
+    gate, up = np.split(up, 2, axis=1) if arch in ("phi3", "glm4") else (_linear(own, "ffn_gate", x), up)
+    gate = _gelu(gate) if arch in _GEMMA else gate / (1 + np.exp(-gate))
     return _linear(own, "ffn_down", gate * up)
+
+
+def _gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def _capped(x, cap):

@@ -132,7 +132,7 @@ def test_the_base_that_an_adapter_was_trained_over_is_told(model, adapter, tmp_p
     assert (folder / "README.md").read_text() == "mine"
     card = tiny.adapted(four, r=4).save_pretrained(tmp_path / "new") / "README.md"
     text = card.read_text()
-    assert "library_name: peft" in text and f"{model} in NF4 (but {', '.join(skipped)})" in text
+    assert "library_name: peft" in text and f"`{model}` in NF4 (but {', '.join(skipped)})" in text
     assert f"fastjax convert merge {model} new new-merged --base_in_nf4 --skip layers.0.self_attn." in text
     assert 'PeftModel.from_pretrained(model, "new")' in text and '"r": 4' in text and "## Training" not in text
     assert f"note: {tmp_path}/four/README.md is not fastjax's, and stays as it is" in capsys.readouterr().err
