@@ -66,17 +66,31 @@ def compilation(request):
         compilation_cache.reset_cache()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def bounded_memory():
-    """A worker that holds more than 2 GiB after a module forgets its compiled programs; the cache still has them."""
-    yield
+def _bound_memory(gibibytes):
+    """Forget the compiled programs of a process that holds more than so much memory; the cache still has them."""
     if not sys.platform.startswith("linux"):
         return
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    if pages * os.sysconf("SC_PAGE_SIZE") > 2 * 2**30:
+    if pages * os.sysconf("SC_PAGE_SIZE") > gibibytes * 2**30:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """After a module programs are of little use any more; a module of many programs may fill the memory by itself.
+
+    Linux allows a process 65,530 maps of memory, which its programs use up at some 6 GiB: it dies of the next one.
+    """
+    yield
+    _bound_memory(2)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Within a module, as `bounded_memory` has it."""
+    _bound_memory(4)
 
 
 def pytest_collection_finish(session):

@@ -82,8 +82,8 @@ def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> 
     return None
 
 
-#: forward(q, k, v, chunks, state, scale) -> (output, state after the last token, inverses)
-#: backward(q, k, v, chunks, state, inverses, gradient of the output, of the state after, scale)
+#: forward(q, k, v, chunks, state, scale) -> (output, state after the last token, `inner` of the chunks)
+#: backward(q, k, v, chunks, state, inner, gradient of the output, of the state after, scale)
 #: -> gradients of (q, k, v, decay [B, H, S], beta [B, H, S], state)
 REGISTRY = triton_or_xla(
     "gated_delta",
@@ -99,15 +99,15 @@ def _by_chunks(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: s
 
 def _forward(q, k, v, decay, beta, state, segment_ids, scale: float, chosen: str):
     chunks: Chunks = chunks_of(decay, beta, segment_ids)
-    out, after, inverse = REGISTRY[chosen].forward(q, k, v, chunks, state, scale)
-    out, inverse = (checkpoint_name(*pair) for pair in zip((out, inverse), SAVEABLE_NAMES, strict=True))
-    return (out, after), (q, k, v, decay, beta, state, segment_ids, inverse)
+    out, after, inner = REGISTRY[chosen].forward(q, k, v, chunks, state, scale)
+    out, inner = (checkpoint_name(*pair) for pair in zip((out, inner), SAVEABLE_NAMES, strict=True))
+    return (out, after), (q, k, v, decay, beta, state, segment_ids, inner)
 
 
 def _backward(scale: float, chosen: str, residuals, gradients):
-    q, k, v, decay, beta, state, segment_ids, inverse = residuals
+    q, k, v, decay, beta, state, segment_ids, inner = residuals
     chunks = chunks_of(decay, beta, segment_ids)
-    dq, dk, dv, ddecay, dbeta, dstate = REGISTRY[chosen].backward(q, k, v, chunks, state, inverse, *gradients, scale)
+    dq, dk, dv, ddecay, dbeta, dstate = REGISTRY[chosen].backward(q, k, v, chunks, state, inner, *gradients, scale)
     return dq, dk, dv, jnp.moveaxis(ddecay, 1, 2), jnp.moveaxis(dbeta, 1, 2), dstate, None
 
 

@@ -4,10 +4,13 @@ The recurrence over the tokens of a chunk is a triangular system (the WY form of
 2412.06464). Of a value head, with G the decays' sums from the chunk's first token on, keys K, values V, the state S
 before the chunk and L[i, j] = exp(G_i - G_j) for tokens j <= i of one document, else 0:
 
-    inverse = (I + strictly lower part of β_i L[i, j] K_i·K_j)⁻¹
-    new     = inverse (β (V - exp(G) K S))        values that correct what the state already says
+    inner   = (I + strictly lower part of β_i L[i, j] K_i·K_j)⁻¹ - I, strictly lower itself
+    right   = β (V - exp(G) K S)                  values that correct what the state before the chunk says
+    new     = right + inner right                 what the chunk's earlier tokens said is corrected too
     out     = scale · (exp(G) Q S + (L ∘ Q Kᵀ) new)
     S after = exp(G_last) S + Kᵀ (exp(G_last - G) new)
+
+The identity is kept out of the products: in 16 bits they would round `right` itself.
 
 S has a part in a token only if the token's document is that of the token before the chunk, and a token in the state
 after it only if its document is the last one's.

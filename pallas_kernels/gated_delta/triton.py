@@ -1,7 +1,7 @@
 """The rule by chunks in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `api.REGISTRY`.
 
-Three kinds of kernels. What stands in no other chunk (systems, their inverses, scores) is made for all chunks at once.
-The states go from chunk to chunk: a program has some columns of a value head's state and walks along a part of the row,
+Three kinds of kernels. What stands in no other chunk (solved systems, scores) is made for all chunks at once. The
+states go from chunk to chunk: a program has some columns of a value head's state and walks along a part of the row,
 from one place where a document begins to the next. Of the backward pass all but the states' gradients is again made for
 all chunks at once (`triton_backward`). Products are of 16 bits and summed in float32, in which the states stay.
 """
@@ -48,22 +48,22 @@ class Gates(NamedTuple):
 def forward(
     q: Array, k: Array, v: Array, chunks: Chunks, state: Array, scale: float, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """The output [B, S, H, Dv], the state after the last token, and the inverses [B, S, H, C]."""
+    """The output [B, S, H, Dv], the state after the last token, and `inner` [B, S, H, C]."""
     return _forward(q, k, v, chunks, state, scale, columns_of(v), interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def _forward(q, k, v, chunks: Chunks, state, scale: float, width: int, interpret: bool):
-    inverse, scores = prepare(q, k, v, chunks, interpret)
+    inner, scores = prepare(q, k, v, chunks, interpret)
     out, after = walk(
         functools.partial(along, scale=scale, width=width),
-        (q, k, v, inverse, scores, *gates_of(chunks), state),
+        (q, k, v, inner, scores, *gates_of(chunks), state),
         (jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, jnp.float32)),
         name="gated_delta_forward",
         grid=grid(v, width),
         interpret=interpret,
     )
-    return out, after, inverse
+    return out, after, inner
 
 
 def walk(kernel: Any, operands: Any, results: Any, *, name: str, grid: tuple[int, ...], interpret: bool) -> Any:
@@ -114,33 +114,33 @@ def parts(chunks: Chunks) -> Array:
     return jnp.concatenate([jnp.zeros_like(inner[:, :1]), inner], axis=1)
 
 
-def prepare(q: Array, k: Array, v: Array, chunks: Chunks, interpret: bool, inverses: bool = True) -> tuple[Array, ...]:
-    """The inverses, if wanted, and the scores L ∘ Q Kᵀ of all chunks, [B, S, H, C] in v's dtype."""
+def prepare(q: Array, k: Array, v: Array, chunks: Chunks, interpret: bool, inner: bool = True) -> tuple[Array, ...]:
+    """`inner`, if wanted, and the scores L ∘ Q Kᵀ of all chunks, [B, S, H, C] in v's dtype."""
     batch, length, heads, _ = v.shape
     key_heads, count = k.shape[2], length // CHUNK
     sums = jnp.cumsum(chunks.decay.reshape(batch, heads, count, CHUNK), axis=-1).reshape(batch, heads, length)
     shape = jax.ShapeDtypeStruct((batch, length, heads, CHUNK), v.dtype)
     return pl.pallas_call(
-        functools.partial(_prepare, groups=heads // key_heads, inverses=inverses),
-        out_shape=(shape,) * (1 + inverses),
+        functools.partial(_prepare, groups=heads // key_heads, inner=inner),
+        out_shape=(shape,) * (1 + inner),
         grid=(count, heads, batch),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="gated_delta_prepare" if inverses else "gated_delta_scores",
+        name="gated_delta_prepare" if inner else "gated_delta_scores",
     )(q, k, sums, chunks.beta, chunks.documents)
 
 
-def _prepare(q_ref, k_ref, sums_ref, beta_ref, documents_ref, *out_refs, groups: int, inverses: bool):
+def _prepare(q_ref, k_ref, sums_ref, beta_ref, documents_ref, *out_refs, groups: int, inner: bool):
     chunk, head, batch = (pl.program_id(axis) for axis in range(3))
     rows, key_head = pl.ds(chunk * CHUNK, CHUNK), head // groups
     q, k = (pltriton.load(ref.at[batch, rows, key_head, :]) for ref in (q_ref, k_ref))
     sums, documents = pltriton.load(sums_ref.at[batch, head, rows]), pltriton.load(documents_ref.at[batch, rows])
     pairs = pair_factors(sums, documents)
     pltriton.store(out_refs[-1].at[batch, rows, head, :], (pairs * dot(q, k, trans_b=True)).astype(q.dtype))
-    if inverses:
+    if inner:
         beta = pltriton.load(beta_ref.at[batch, head, rows])
         triangle = jnp.where(below(), beta[:, None] * pairs * dot(k, k, trans_b=True), 0.0)
-        pltriton.store(out_refs[0].at[batch, rows, head, :], _inverse(triangle).astype(q.dtype))
+        pltriton.store(out_refs[0].at[batch, rows, head, :], _inner(triangle).astype(q.dtype))
 
 
 def pair_factors(sums: Array, documents: Array) -> Array:
@@ -156,8 +156,8 @@ def below() -> Array:
     return row > column
 
 
-def _inverse(triangle: Array) -> Array:
-    """(I + triangle)⁻¹: of blocks on the diagonal row by row, then of blocks of twice the size from their halves.
+def _inner(triangle: Array) -> Array:
+    """(I + triangle)⁻¹ - I: of blocks on the diagonal row by row, then of blocks of twice the size from their halves.
 
     Products are of the leading bits of both operands and of what these leave, three of 16 bits each.
     """
@@ -182,7 +182,7 @@ def _inverse(triangle: Array) -> Array:
         part = jnp.where((block[0] % 2 == 1) & (block[0] == block[1] + 1), triangle, 0.0)
         inverse = inverse - product(product(inverse, part), inverse)
         size *= 2
-    return inverse
+    return jnp.where(below(), inverse, 0.0)
 
 
 class Steps(NamedTuple):
@@ -223,7 +223,7 @@ def steps(gates: Gates, width: int) -> Steps:
     return Steps(head, row, pl.ds(column * width, width), begin, end, count, part == 0, (begin < end) & (end == total))
 
 
-def along(q_ref, k_ref, v_ref, inverse_ref, scores_ref, *refs, scale: float, width: int):
+def along(q_ref, k_ref, v_ref, inner_ref, scores_ref, *refs, scale: float, width: int):
     """From chunk to chunk: the output and the last state; without queries states before chunks and the new values."""
     gates, (state_ref, *out_refs) = Gates(*refs[: len(Gates._fields)]), refs[len(Gates._fields) :]
     at = steps(gates, width)
@@ -244,11 +244,11 @@ def along(q_ref, k_ref, v_ref, inverse_ref, scores_ref, *refs, scale: float, wid
         number = at.begin + index
         rows = pl.ds(number * CHUNK, CHUNK)
         k = pltriton.load(k_ref.at[row, rows, key_head, :])
-        inverse = pltriton.load(inverse_ref.at[row, rows, head, :])
+        inner = pltriton.load(inner_ref.at[row, rows, head, :])
         own = at.own(number, pltriton.load(gates.documents.at[row, rows]), gates.before[row, number])[:, None]
         held = state.astype(k.dtype)
         right = beta * (v.astype(jnp.float32) - entering * dot(k, held))
-        new = dot(inverse, right.astype(k.dtype))
+        new = right + dot(inner, right.astype(k.dtype))
         if q_ref is None:
             states_ref, new_ref = out_refs
             pltriton.store(new_ref.at[row, rows, head, columns], new.astype(k.dtype), mask=own)

@@ -34,70 +34,76 @@ def backward(
     v: Array,
     chunks: Chunks,
     state: Array,
-    inverse: Array,
+    inner: Array,
     dout: Array,
     dstate: Array,
     scale: float,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """The gradients of q, k, v, of decay and beta [B, H, S], and of the state."""
-    return _backward(q, k, v, chunks, state, inverse, dout, dstate, scale, columns_of(v), interpret)
+    return _backward(q, k, v, chunks, state, inner, dout, dstate, scale, columns_of(v), interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _backward(q, k, v, chunks: Chunks, state, inverse, dout, dstate, scale: float, width: int, interpret: bool):
-    (scores,) = prepare(q, k, v, chunks, interpret, inverses=False)
+def _backward(q, k, v, chunks: Chunks, state, inner, dout, dstate, scale: float, width: int, interpret: bool):
+    (scores,) = prepare(q, k, v, chunks, interpret, inner=False)
     gates, like = gates_of(chunks), jax.ShapeDtypeStruct
     count = chunks.before.shape[1]
     held = like((v.shape[0], count, *state.shape[1:]), v.dtype)
     run = functools.partial(walk, grid=grid(v, width), interpret=interpret)
     states, new = run(
         functools.partial(along, scale=scale, width=width),
-        (None, k, v, inverse, None, *gates, state),
+        (None, k, v, inner, None, *gates, state),
         (held, like(v.shape, v.dtype)),
         name="gated_delta_states",
     )
-    dstates, dnew, dfirst = run(
+    betas = like((v.shape[3] // width, *chunks.beta.shape), jnp.float32)
+    dstates, dright, dv, dbeta, dfirst = run(
         functools.partial(_back, scale=scale, width=width),
-        (q, k, dout, inverse, scores, *gates, dstate),
-        (held, like(v.shape, v.dtype), like(state.shape, jnp.float32)),
+        (q, k, v, dout, inner, scores, *gates, dstate),
+        (held, like(v.shape, v.dtype), like(v.shape, v.dtype), betas, like(state.shape, jnp.float32)),
         name="gated_delta_states_backward",
     )
-    gradients = _of_chunks(q, k, v, chunks, gates, (inverse, dout, new, dnew, states, dstates), scale, interpret)
-    return *gradients, dfirst
+    dq, dk, ddecay, rest = _of_chunks(q, k, chunks, gates, (dout, new, dright, states, dstates), scale, interpret)
+    return dq, dk, dv, ddecay, jnp.sum(dbeta, axis=0) + rest, dfirst
 
 
-def _back(q_ref, k_ref, dout_ref, inverse_ref, scores_ref, *refs, scale: float, width: int):
-    """From chunk to chunk, the last first: gradients of the states after chunks, and of the corrections."""
-    gates, (dstate_ref, dstates_ref, dnew_ref, dfirst_ref) = Gates(*refs[: len(Gates._fields)]), refs[-4:]
+def _back(q_ref, k_ref, v_ref, dout_ref, inner_ref, scores_ref, *refs, scale: float, width: int):
+    """From chunk to chunk, the last first: gradients of states after chunks, corrections, values and, in part, beta."""
+    gates, (dstate_ref, *out_refs) = Gates(*refs[: len(Gates._fields)]), refs[len(Gates._fields) :]
+    dstates_ref, dright_ref, dv_ref, dbeta_ref, dfirst_ref = out_refs
     at = steps(gates, width)
     head, row, columns = at.head, at.row, at.columns
-    key_head = head // (dout_ref.shape[2] // k_ref.shape[2])
+    key_head, part = head // (v_ref.shape[2] // k_ref.shape[2]), pl.program_id(0)
 
     def loaded(index):
         number = at.begin + jnp.maximum(at.count - 1 - index, 0)
-        gated = (pltriton.load(ref.at[row, head, pl.ds(number * CHUNK, CHUNK)]) for ref in gates[:3])
-        return *gated, gates.passing[row, head, number]
+        rows = pl.ds(number * CHUNK, CHUNK)
+        gated = (pltriton.load(ref.at[row, head, rows]) for ref in gates[:3])
+        return pltriton.load(v_ref.at[row, rows, head, columns]), *gated, gates.passing[row, head, number]
 
     def chunk(index, carry):
-        dstate, (*gated, passing) = carry
+        dstate, (v, *gated, passing) = carry
         beta, entering, leaving = (array[:, None] for array in gated)
         following = loaded(index + 1)
         number = at.begin + at.count - 1 - index
         rows = pl.ds(number * CHUNK, CHUNK)
         q, k = (pltriton.load(ref.at[row, rows, key_head, :]) for ref in (q_ref, k_ref))
         dout = pltriton.load(dout_ref.at[row, rows, head, columns])
-        inverse, scores = (pltriton.load(ref.at[row, rows, head, :]) for ref in (inverse_ref, scores_ref))
-        own = at.own(number, pltriton.load(gates.documents.at[row, rows]), gates.before[row, number])[:, None]
+        inner, scores = (pltriton.load(ref.at[row, rows, head, :]) for ref in (inner_ref, scores_ref))
+        own = at.own(number, pltriton.load(gates.documents.at[row, rows]), gates.before[row, number])
         held = dstate.astype(k.dtype)
 
         @pl.when(number < at.end)
         def _():
             dstates_ref[row, number, head, :, columns] = held
 
-        dnew = (scale * dot(scores, dout, trans_a=True) + leaving * dot(k, held)).astype(k.dtype)
-        pltriton.store(dnew_ref.at[row, rows, head, columns], dnew, mask=own)
-        dright = dot(inverse, dnew, trans_a=True)
+        dnew = scale * dot(scores, dout, trans_a=True) + leaving * dot(k, held)
+        dright = dnew + dot(inner, dnew.astype(k.dtype), trans_a=True)
+        of_beta = jnp.sum(dright * v.astype(jnp.float32), axis=1)
+        pltriton.store(dbeta_ref.at[part, row, head, rows], of_beta, mask=own)
+        pltriton.store(dright_ref.at[row, rows, head, columns], dright.astype(k.dtype), mask=own[:, None])
+        pltriton.store(dv_ref.at[row, rows, head, columns], (beta * dright).astype(k.dtype), mask=own[:, None])
         dread = (scale * entering * dout.astype(jnp.float32)).astype(k.dtype)
         dseen = (-beta * entering * dright).astype(k.dtype)
         return passing * dstate + dot(q, dread, trans_a=True) + dot(k, dseen, trans_a=True), following
@@ -110,25 +116,25 @@ def _back(q_ref, k_ref, dout_ref, inverse_ref, scores_ref, *refs, scale: float, 
         dfirst_ref[row, head, :, columns] = dstate
 
 
-def _of_chunks(q, k, v, chunks: Chunks, gates: Gates, given: tuple[Array, ...], scale: float, interpret: bool):
-    """The gradients of q, k, v, decay and beta, from inverses, gradients of the output, new values, gradients of these,
-    states before the chunks, and gradients of those after them.
+def _of_chunks(q, k, chunks: Chunks, gates: Gates, given: tuple[Array, ...], scale: float, interpret: bool):
+    """The gradients of q, k and decay and the rest of beta's, from gradients of the output, new values, gradients of
+    the corrections, states before the chunks, and gradients of those after them.
     """
-    inverse, dout, new, dnew, states, dstates = given
-    (batch, length, heads, _), (key_heads, size), like = v.shape, k.shape[2:], jax.ShapeDtypeStruct
+    dout, new, dright, states, dstates = given
+    (batch, length, heads, _), (key_heads, size), like = new.shape, k.shape[2:], jax.ShapeDtypeStruct
     sums = jnp.cumsum(chunks.decay.reshape(batch, heads, -1, CHUNK), axis=-1).reshape(batch, heads, length)
-    per_token, square = like((batch, heads, length), jnp.float32), like(inverse.shape, v.dtype)
+    per_token, square = like((batch, heads, length), jnp.float32), like((*new.shape[:3], CHUNK), new.dtype)
     call = functools.partial(
         pl.pallas_call,
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
     )
-    dv, dright, dscores, dsystem, *of_pairs = call(
+    dscores, dsystem, *of_pairs = call(
         functools.partial(_pairs_backward, scale=scale),
-        out_shape=(like(v.shape, v.dtype),) * 2 + (square,) * 2 + (per_token,) * 2,
+        out_shape=(square,) * 2 + (per_token,) * 2,
         grid=(length // CHUNK, heads, batch),
         name="gated_delta_pairs_backward",
-    )(q, k, v, inverse, dout, new, dnew, sums, chunks.beta, chunks.documents, gates.passing, states, dstates)
+    )(q, k, dout, new, dright, sums, chunks.beta, chunks.documents, gates.passing, states, dstates)
     parts = size // CHUNK
     per_part = like((parts, *per_token.shape), jnp.float32)
     dq, dk, *of_states = call(
@@ -139,25 +145,21 @@ def _of_chunks(q, k, v, chunks: Chunks, gates: Gates, given: tuple[Array, ...], 
     )(q, k, dout, new, dright, dscores, dsystem, states, dstates, *gates[:3])
     dsums, dbeta = (one + jnp.sum(other, axis=0) for one, other in zip(of_pairs, of_states, strict=True))
     by_chunk = dsums.reshape(batch, heads, length // CHUNK, CHUNK)
-    return dq, dk, dv, lax.cumsum(by_chunk, axis=3, reverse=True).reshape(dsums.shape), dbeta
+    return dq, dk, lax.cumsum(by_chunk, axis=3, reverse=True).reshape(dsums.shape), dbeta
 
 
 def _pairs_backward(
     q_ref,
     k_ref,
-    v_ref,
-    inverse_ref,
     dout_ref,
     new_ref,
-    dnew_ref,
+    dright_ref,
     sums_ref,
     beta_ref,
     documents_ref,
     passing_ref,
     states_ref,
     dstates_ref,
-    dv_ref,
-    dright_ref,
     dscores_ref,
     dsystem_ref,
     dsums_ref,
@@ -165,18 +167,11 @@ def _pairs_backward(
     *,
     scale: float,
 ):
-    """Gradients of the corrections and of pairs of tokens, of a value head in a chunk."""
+    """Gradients of pairs of tokens, of a value head in a chunk."""
     number, head, row = (pl.program_id(axis) for axis in range(3))
-    rows, key_head = pl.ds(number * CHUNK, CHUNK), head // (v_ref.shape[2] // k_ref.shape[2])
+    rows, key_head = pl.ds(number * CHUNK, CHUNK), head // (new_ref.shape[2] // k_ref.shape[2])
     beta = pltriton.load(beta_ref.at[row, head, rows])
-    inverse, dnew = (pltriton.load(ref.at[row, rows, head, :]) for ref in (inverse_ref, dnew_ref))
-    dright = dot(inverse, dnew, trans_a=True)
-    v = pltriton.load(v_ref.at[row, rows, head, :]).astype(jnp.float32)
-    dbeta = jnp.sum(dright * v, axis=1)
-    pltriton.store(dv_ref.at[row, rows, head, :], (beta[:, None] * dright).astype(dv_ref.dtype))
-    dright = dright.astype(dv_ref.dtype)
-    pltriton.store(dright_ref.at[row, rows, head, :], dright)
-    dout, new = (pltriton.load(ref.at[row, rows, head, :]) for ref in (dout_ref, new_ref))
+    dout, new, dright = (pltriton.load(ref.at[row, rows, head, :]) for ref in (dout_ref, new_ref, dright_ref))
     q, k = (pltriton.load(ref.at[row, rows, key_head, :]) for ref in (q_ref, k_ref))
     pairs = pair_factors(pltriton.load(sums_ref.at[row, head, rows]), pltriton.load(documents_ref.at[row, rows]))
     dscores = scale * pairs * dot(dout, new, trans_b=True)
@@ -186,10 +181,10 @@ def _pairs_backward(
     dtriangle = jnp.where(below(), -pairs * dot(dright, new, trans_b=True), 0.0)
     pltriton.store(dsystem_ref.at[row, rows, head, :], (beta[:, None] * dtriangle).astype(dsystem_ref.dtype))
     weighed = dtriangle * dot(k, k, trans_b=True)
-    pltriton.store(dbeta_ref.at[row, head, rows], dbeta + jnp.sum(weighed, axis=1))
+    pltriton.store(dbeta_ref.at[row, head, rows], jnp.sum(weighed, axis=1))
     weighed = beta[:, None] * weighed
     dsums = dsums + jnp.sum(weighed, axis=1) - jnp.sum(weighed, axis=0)
-    passed = passing_ref[row, head, number] * _inner(states_ref, dstates_ref, (row, number, head))
+    passed = passing_ref[row, head, number] * _inner_product(states_ref, dstates_ref, (row, number, head))
     last = lax.iota(jnp.int32, CHUNK) == CHUNK - 1
     pltriton.store(dsums_ref.at[row, head, rows], dsums + jnp.where(last, passed, 0.0))
 
@@ -254,7 +249,7 @@ def _keys_backward(
     pltriton.store(dk_ref.at[row, rows, key_head, features], dk.astype(dk_ref.dtype))
 
 
-def _inner(one_ref, other_ref, place: tuple) -> Array:
+def _inner_product(one_ref, other_ref, place: tuple) -> Array:
     """The sum of the products of two states' elements, of a few rows at a time: registers are few."""
     total = jnp.float32(0)
     for start in range(0, one_ref.shape[3], 16):

@@ -1,7 +1,7 @@
 """The rule by chunks in jax.numpy, with a backward pass written by hand; arguments as in `api.REGISTRY`.
 
 Products are of the inputs' dtype and summed in float32 (float64 inputs: all in float64). The backward pass makes the
-states before the chunks again; of the forward pass it has the inverses alone.
+states before the chunks again; of the forward pass it has `inner` alone.
 """
 
 from typing import Any, NamedTuple
@@ -31,21 +31,21 @@ class _Tokens(NamedTuple):
 
 
 def forward(q: Array, k: Array, v: Array, chunks: Chunks, state: Array, scale: float) -> tuple[Array, Array, Array]:
-    """The output [B, S, H, Dv], the state after the last token, and the inverses [B, S, H, C]."""
+    """The output [B, S, H, Dv], the state after the last token, and `inner` [B, S, H, C]."""
     tokens = _tokens(q, k, v, chunks)
-    inverse = _inverse(_triangle(tokens)).astype(v.dtype)
+    inner = _inner(_triangle(tokens)).astype(v.dtype)
 
     def chunk(state: Array, inputs: tuple[_Tokens, Array]) -> tuple[Array, Array]:
-        one, inverse = inputs
-        new = _new(one, inverse, state)
+        one, inner = inputs
+        new = _new(one, inner, state)
         out = one.entering[..., None] * _product("bkcd,bkgdv->bkgcv", one.q, state.astype(v.dtype))
         scores = (one.pairs * _product("bkcd,bked->bkce", one.q, one.k)[:, :, None]).astype(v.dtype)
         out = out + _product("bkgce,bkgev->bkgcv", scores, new.astype(v.dtype))
         return _after(one, new, state), scale * out
 
-    state, out = lax.scan(chunk, _by_key_head(state, k), _leading((tokens, inverse)))
-    inverse = jnp.moveaxis(inverse, 4, 2).reshape(*v.shape[:3], CHUNK)
-    return _joined(out, v), state.reshape(state.shape[0], v.shape[2], *state.shape[3:]), inverse
+    state, out = lax.scan(chunk, _by_key_head(state, k), _leading((tokens, inner)))
+    inner = jnp.moveaxis(inner, 4, 2).reshape(*v.shape[:3], CHUNK)
+    return _joined(out, v), state.reshape(state.shape[0], v.shape[2], *state.shape[3:]), inner
 
 
 def backward(
@@ -54,7 +54,7 @@ def backward(
     v: Array,
     chunks: Chunks,
     state: Array,
-    inverse: Array,
+    inner: Array,
     dout: Array,
     dstate: Array,
     scale: float,
@@ -62,19 +62,19 @@ def backward(
     """The gradients of q, k, v, of decay and beta [B, H, S], and of the state."""
     tokens = _tokens(q, k, v, chunks)
     douts = _split(dout, k.shape[2])
-    inverse = _split(inverse, k.shape[2])
+    inner = _split(inner, k.shape[2])
 
     def again(state: Array, inputs: tuple[_Tokens, Array]) -> tuple[Array, Array]:
         return _after(inputs[0], _new(*inputs, state), state), state
 
-    _, states = lax.scan(again, _by_key_head(state, k), _leading((tokens, inverse)))
+    _, states = lax.scan(again, _by_key_head(state, k), _leading((tokens, inner)))
 
     def chunk(dstate: Array, inputs: Any) -> tuple[Array, Any]:
-        one, inverse, dout, state = inputs
-        return _chunk_backward(one, inverse, dout, state, dstate, scale)
+        one, inner, dout, state = inputs
+        return _chunk_backward(one, inner, dout, state, dstate, scale)
 
     dstate, gradients = lax.scan(
-        chunk, _by_key_head(dstate, k), (*_leading((tokens, inverse, douts)), states), reverse=True
+        chunk, _by_key_head(dstate, k), (*_leading((tokens, inner, douts)), states), reverse=True
     )
     dq, dk, dv, ddecay, dbeta = gradients
     dq, dk = (jnp.moveaxis(array, (0, 3), (1, 2)).reshape(q.shape).astype(q.dtype) for array in (dq, dk))
@@ -83,18 +83,18 @@ def backward(
 
 
 def _chunk_backward(
-    one: _Tokens, inverse: Array, dout: Array, state: Array, dstate: Array, scale: float
+    one: _Tokens, inner: Array, dout: Array, state: Array, dstate: Array, scale: float
 ) -> tuple[Array, tuple[Array, ...]]:
     dtype = one.k.dtype
     state_, dstate_ = state.astype(dtype), dstate.astype(dtype)
-    new = _new(one, inverse, state)
+    new = _new(one, inner, state)
     new_ = new.astype(dtype)
     products, keys = (_product("bkcd,bked->bkce", array, one.k)[:, :, None] for array in (one.q, one.k))
     scores = (one.pairs * products).astype(dtype)
     # What flows to the new values, through the triangular system to the corrections, and on to the state.
     dnew = scale * _product("bkgce,bkgcv->bkgev", scores, dout)
     dnew = dnew + one.leaving[..., None] * _product("bkcd,bkgdv->bkgcv", one.k, dstate_)
-    dright = _product("bkgce,bkgcv->bkgev", inverse, dnew.astype(dtype))
+    dright = dnew + _product("bkgce,bkgcv->bkgev", inner, dnew.astype(dtype))
     dright_ = dright.astype(dtype)
     dseen = -(one.beta * one.entering)[..., None] * dright
     dread = scale * one.entering[..., None] * dout.astype(state.dtype)
@@ -170,8 +170,8 @@ def _from(dtype: DTypeLike) -> Array:
     return jnp.triu(jnp.ones((CHUNK, CHUNK), dtype))
 
 
-def _inverse(triangle: Array) -> Array:
-    """(I + triangle)⁻¹: the inverses of blocks of twice the size from those of their halves, as substitution does."""
+def _inner(triangle: Array) -> Array:
+    """(I + triangle)⁻¹ - I: inverses of blocks of twice the size from those of their halves, as substitution does."""
     place = jnp.arange(CHUNK)
     inverse = jnp.broadcast_to(jnp.eye(CHUNK, dtype=triangle.dtype), triangle.shape)
     size = 1
@@ -181,15 +181,15 @@ def _inverse(triangle: Array) -> Array:
         part = jnp.where(below.reshape((1,) * (triangle.ndim - 2) + below.shape), triangle, 0)
         inverse = inverse - jnp.matmul(jnp.matmul(inverse, part, precision="highest"), inverse, precision="highest")
         size *= 2
-    return inverse
+    return _below(inverse)
 
 
-def _new(one: _Tokens, inverse: Array, state: Array) -> Array:
+def _new(one: _Tokens, inner: Array, state: Array) -> Array:
     """The new values of a chunk."""
     dtype = one.k.dtype
     seen = one.entering[..., None] * _product("bkcd,bkgdv->bkgcv", one.k, state.astype(dtype))
     right = one.beta[..., None] * (one.v.astype(state.dtype) - seen)
-    return _product("bkgce,bkgev->bkgcv", inverse, right.astype(dtype))
+    return right + _product("bkgce,bkgev->bkgcv", inner, right.astype(dtype))
 
 
 def _after(one: _Tokens, new: Array, state: Array) -> Array:
