@@ -15,7 +15,7 @@ from pallas_kernels.attention.config import SAVEABLE_NAMES
 from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.gated_delta import triton, triton_backward, xla
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
-from pallas_kernels.gated_delta.one import one_token
+from pallas_kernels.gated_delta.token import in_xla
 from pallas_kernels.transformations import custom_vjp, known, number, with_automatic_axes
 
 
@@ -62,7 +62,7 @@ def gated_delta(
     precise, (batch, length, heads, value_size), size = wide(v.dtype), v.shape, k.shape[3]
     state = jnp.zeros((batch, heads, size, value_size), precise) if state is None else state.astype(precise)
     if length == 1 and implementation is None:
-        return one_token(q, k, v, decay, beta, state, scale)
+        return in_xla(q, k, v, decay, beta, state, scale)
     states = known(batch, 1) * heads * size * value_size * -(-length // CHUNK)
     chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(size, value_size), states=states)
     operands = padded((q, k, v, decay.astype(precise), beta.astype(precise)))

@@ -20,7 +20,7 @@ from fastjax.models.context import Context
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, local
-from pallas_kernels.gated_delta import gated_delta
+from pallas_kernels.gated_delta import gated_delta, gated_delta_token
 from pallas_kernels.glu import ACTIVATIONS, glu
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.short_conv import short_conv
@@ -117,7 +117,7 @@ class GatedDelta(nnx.Module):
         if context.segment_ranges is not None:
             documents = _documents(context.segment_ranges.k_start, context.segment_ranges.k_end)
         mixed, gates, updates = self._projected(x, key)
-        mixed, _ = self._mixed(mixed, updates, documents, None)
+        mixed, _ = self._mixed(mixed, updates, documents)
         return self._out(mixed, gates, x.dtype, key, residual)
 
     def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> DeltaState:
@@ -140,10 +140,8 @@ class GatedDelta(nnx.Module):
         """The output for new tokens, as `Mixer.step`; of one document a row, with padding behind its tokens."""
         slots = context.slots
         assert slots is not None and context.segment_ranges is None, "new tokens of one document go on a row"
-        own = DeltaState(*(leaf[slots.layer] for leaf in state))
         mixed, gates, updates = self._projected(x, None)
-        mixed, own = self._mixed(mixed, updates, slots.tokens, own)
-        state = DeltaState(*(leaf.at[slots.layer].set(new) for leaf, new in zip(state, own, strict=True)))
+        mixed, state = self._mixed(mixed, updates, slots.tokens, state, slots.layer)
         return self._out(mixed, gates, x.dtype, None, residual), state
 
     def _projected(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> tuple[Array, Array, tuple[Array, ...]]:
@@ -165,25 +163,25 @@ class GatedDelta(nnx.Module):
         mixed: Float[Array, "B S C"],
         updates: tuple[Array, ...],
         documents: Int[Array, "B S"] | None,
-        state: DeltaState | None,
+        state: DeltaState | None = None,
+        layer: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B S G U"], Any]:
-        """The recurrence's output, and the state behind the tokens if there is one before them.
+        """The recurrence's output, and the states behind the tokens if there are some before them.
 
         Args:
             mixed: queries, keys and values side by side.
             updates: inputs of update and decay, [B, S, G] each.
             documents: number of each token's document, 0 of padding; None: a row is one.
-            state: of one layer; None: nothing came before.
+            state: of all layers; None: nothing came before.
+            layer: whose state it is.
         """
 
-        def mix(mixed, update, decay, documents, state, weights):
+        def mix(mixed, update, decay, documents, state, layer, weights):
             *taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
-            before, ids = (None, documents) if state is None else (state, None)
+            before, ids = (None, documents) if state is None else (state.inputs[layer], None)
             silu = self.settings.activation == "silu"
             options = {"activation": "silu" if silu else None, "segment_ids": ids}
-            heads = short_conv(
-                mixed, jnp.concatenate(taps)[:, 0], **options, before=None if before is None else before.inputs
-            )
+            heads = short_conv(mixed, jnp.concatenate(taps)[:, 0], **options, before=before)
             if not silu:
                 heads = ACTIVATIONS[self.settings.activation](heads.astype(jnp.float32)).astype(heads.dtype)
             beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
@@ -193,13 +191,19 @@ class GatedDelta(nnx.Module):
                 return gated_delta(*self._heads(heads), rate, beta, **options)[0], None
             real = documents[:, :, None] != 0  # the state stays as it is behind the last token
             rate, beta = jnp.where(real, rate, 0.0), jnp.where(real, beta, 0.0)
-            out, matrices = gated_delta(*self._heads(heads), rate, beta, **options, state=before.matrices)
-            return out, DeltaState(matrices, _last_inputs(before.inputs, mixed, documents))
+            given = (*self._heads(heads), rate, beta)
+            if mixed.shape[1] == 1:
+                out, matrices = gated_delta_token(*given, state.matrices, layer, scale=options["scale"])
+            else:
+                out, own = gated_delta(*given, **options, state=state.matrices[layer])
+                matrices = state.matrices.at[layer].set(own)
+            return out, DeltaState(matrices, state.inputs.at[layer].set(_last_inputs(before, mixed, documents)))
 
         names = (*self.convolutions, "dt_bias", "A_log")
         weights = tuple(getattr(self, name).weight[...] for name in names)
-        island = local(mix, in_specs=(ROWS, ROWS, ROWS, P(BATCH), P(BATCH), P()), out_specs=(ROWS, P(BATCH)))
-        return island(mixed, *updates, documents, state, weights)
+        states = P(None, BATCH)
+        island = local(mix, in_specs=(ROWS, ROWS, ROWS, P(BATCH), states, P(), P()), out_specs=(ROWS, states))
+        return island(mixed, *updates, documents, state, layer, weights)
 
     def _heads(self, heads: Float[Array, "B S C"]) -> tuple[Float[Array, "B S J P"], Array, Float[Array, "B S G U"]]:
         """Queries and keys of unit length, and values, by head."""
@@ -255,6 +259,8 @@ def _last_inputs(
         tokens: 0 of padding.
     """
     every = jnp.concatenate([before, new.astype(before.dtype)], axis=1)
+    if new.shape[1] == 1:  # without a gather nothing is written but the result
+        return jnp.where((tokens != 0)[:, :, None], every[:, 1:], before)
     count = jnp.sum(tokens != 0, axis=1, dtype=jnp.int32)
     places = count[:, None] + jnp.arange(before.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(every, places[:, :, None], axis=1)

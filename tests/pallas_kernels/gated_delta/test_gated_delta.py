@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta import gated_delta, reference, triton, triton_backward, xla
+from pallas_kernels.gated_delta import gated_delta, gated_delta_token, reference, token, triton, triton_backward, xla
 from pallas_kernels.gated_delta.chunks import CHUNK, chunks_of
 from tests.support.aot import AOT, needs_cuda_plugin
 
@@ -147,6 +147,41 @@ def test_rows_in_pieces_go_on_from_the_state():
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), whole, atol=2e-5)
     np.testing.assert_allclose(state, after, atol=2e-5)
+
+
+def token_of(operands, layer):
+    """Arguments of a token in one of three layers, of whose states the others are poisoned."""
+    states = jnp.full((3, *operands["state"].shape), jnp.nan, jnp.float32).at[layer].set(operands["state"])
+    return [jnp.asarray(operands[name], jnp.float32) for name in NAMES[:5]], states
+
+
+def close_to_rule(found, operands, layer, bound):
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(array, jnp.float64) for name, array in operands.items()}
+        expected = [np.asarray(array) for array in reference.gated_delta(**wide, scale=0.3, segment_ids=None)]
+    out, states = (np.asarray(array, np.float64) for array in found)
+    assert np.isnan(np.delete(states, layer, axis=0)).all()
+    for one, other, most in zip((out, states[layer]), expected, bound, strict=True):
+        assert np.linalg.norm(one - other) <= most * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_token_in_its_layers_states(layer):
+    operands, _ = inputs(1, rows=3, size=64, value_size=128)
+    given, states = token_of(operands, layer)
+    close_to_rule(gated_delta_token(*given, states, layer, scale=0.3), operands, layer, (1e-6, 1e-6))
+    found = token.in_triton(*given, states, jnp.int32(layer), 0.3, interpret=True)
+    close_to_rule(found, operands, layer, (1e-6, 1e-6))
+
+
+@pytest.mark.gpu
+def test_a_token_on_the_card():
+    operands, _ = inputs(1, rows=32, key_heads=16, heads=32, size=128, value_size=128)
+    operands |= {name: np.asarray(jnp.asarray(operands[name], jnp.bfloat16), np.float64) for name in ("q", "k", "v")}
+    (*halves, decay, beta), states = token_of(operands, 1)
+    halves = [array.astype(jnp.bfloat16) for array in halves]
+    step = jax.jit(functools.partial(gated_delta_token, scale=0.3, implementation="triton"), donate_argnums=5)
+    close_to_rule(step(*halves, decay, beta, states, 1), operands, 1, (3e-3, 1e-6))
 
 
 def test_what_does_not_fit_is_refused():
