@@ -46,7 +46,7 @@ def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool
 
     def whole(leaf: Array, names: P) -> Array:
         spec = spec_of(leaf.shape, names, mesh)
-        rest = P(*(None if axis == "fsdp" else axis for axis in spec))
+        rest = P(*map(_without_fsdp, spec))
         if rest == spec:
             return leaf
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -176,6 +176,13 @@ def _splits(*, inside: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
     return not mesh.empty and mesh.shape.get("fsdp", 1) > 1 and manual == inside
+
+
+def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if not isinstance(axes, tuple):
+        return None if axes == "fsdp" else axes
+    rest = tuple(axis for axis in axes if axis != "fsdp")
+    return rest if len(rest) > 1 else rest[0]
 
 
 def _whole(leaf: Array, spec: P, rest: P) -> Array:

@@ -1,9 +1,9 @@
 """The mesh, and the one table of arrays' places on it.
 
-Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (by output rows, so
-that packed codes travel packed), with a trained one its gradient and its optimizer's state; `expert` splits the batch
-and a mixture's experts; `context` splits rows of tokens; `tensor` splits heads and features. A weight names its arrays'
-logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
+Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (by experts or output
+rows, so that packed codes travel packed), with a trained one its gradient and its optimizer state; `expert` splits the
+batch and a mixture's experts; `context` splits rows of tokens; `tensor` splits heads and features. A weight names its
+arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
 """
 
 import math
@@ -18,10 +18,11 @@ from fastjax.errors import ConfigError
 from fastjax.parallel.islands import BATCH, on_axes
 
 #: Logical axis -> mesh axes, the one that splits first in front; none: on every device. Inputs have axes of their own
-#: (`as_input`): a mesh axis splits one axis of an array.
+#: (`as_input`): a mesh axis splits one axis of an array, the first that it divides. Of experts that is their own: parts
+#: of an inner axis would be gathered in another layout, for which XLA turns the whole stack of layers round at once.
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "layer": (),
-    "expert": ("expert",),
+    "expert": ("expert", "fsdp"),
     "vocabulary": ("fsdp",),
     "embed": ("fsdp",),
     "heads": ("tensor", "fsdp"),
@@ -115,9 +116,6 @@ def shard_frozen(tree: Any, axes: Any, mesh: Mesh) -> Any:
         tree: arrays, or their shapes.
         axes: for every leaf a PartitionSpec of logical axes, keys of `MESH_AXES`; None: replicated.
         mesh: the mesh. An axis that it does not divide, or into parts of fewer than `MIN_ROWS` rows, is replicated.
-
-    Raises:
-        ValueError: two axes of an array would lie on one mesh axis.
     """
     return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec_of(leaf.shape, names, mesh)), tree, axes)
 
@@ -130,21 +128,19 @@ def spec_of(shape: tuple[int, ...], names: P, mesh: Any) -> P:
         names: its logical axes.
         mesh: the mesh, or its abstract.
     """
-    wanted = [() if name is None else MESH_AXES[name] for name in names]
-    used = [axis for axes in wanted for axis in axes]
-    if len(set(used)) < len(used):
-        raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
-    splitting = [_splitting(size, axes, mesh) for size, axes in zip(shape, wanted, strict=True)]
-    return P(*splitting) if any(splitting) else P()
+    taken: set[str] = set()
+    splitting = [_splitting(*axis, mesh, taken) for axis in zip(shape, names, strict=True)]
+    return P(*splitting) if taken else P()
 
 
-def _splitting(size: int, axes: tuple[str, ...], mesh: Any) -> str | tuple[str, ...] | None:
-    """The mesh axes, among an array axis' own, that split it into parts of enough rows."""
+def _splitting(size: int, name: str | None, mesh: Any, taken: set[str]) -> str | tuple[str, ...] | None:
+    """The mesh axes, among an array axis' own and not taken, that split it into parts of enough rows; taken now."""
     splitting, devices = [], 1
-    for axis in axes:
+    for axis in () if name is None else MESH_AXES[name]:
         more = devices * mesh.shape[axis]
-        least = 1 if axis == "expert" else MIN_ROWS
-        if more > devices and size % more == 0 and size >= least * more:
+        least = 1 if name == "expert" else MIN_ROWS
+        if axis not in taken and more > devices and size % more == 0 and size >= least * more:
             splitting.append(axis)
             devices = more
+    taken.update(splitting)
     return tuple(splitting) if len(splitting) > 1 else splitting[0] if splitting else None

@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, make_mesh, shard_frozen
+from fastjax.parallel.gather import gathered
 from fastjax.quantization import FP8Weight, NF4Weight, as_weight, concatenate
 from tests.support import tiny
 
@@ -56,9 +59,27 @@ def test_what_does_not_divide_is_repeated():
     assert all(s.spec == P() for s in jax.tree.leaves(shard_frozen(tree, axes, mesh)))
 
 
-def test_two_axes_of_an_array_do_not_share_a_mesh_axis():
-    with pytest.raises(ValueError, match="expected different mesh axes, got"):
-        shard_frozen(jnp.zeros((64, 64)), P("mlp", "embed"), make_mesh(fsdp=4))
+@pytest.mark.parametrize(
+    ("sizes", "experts", "spec"),
+    [
+        ({"fsdp": 4}, 8, P("fsdp", None, None)),
+        ({"fsdp": 4}, 6, P(None, "fsdp", None)),
+        ({"fsdp": 2, "expert": 2}, 8, P(("expert", "fsdp"), None, None)),
+        ({"fsdp": 4, "expert": 2}, 6, P("expert", "fsdp", None)),
+    ],
+)
+def test_a_mesh_axis_splits_experts_or_else_their_rows(sizes, experts, spec):
+    mesh, axes = make_mesh(**sizes), P("expert", "expert_mlp", "embed input")
+    assert shard_frozen(jnp.zeros((experts, 64, 32)), axes, mesh).spec == spec
+
+
+def test_only_what_fsdp_splits_is_gathered():
+    mesh, axes = make_mesh(fsdp=2, expert=2), P("expert", "expert_mlp", "embed input")
+    leaf = jax.device_put(jnp.arange(8 * 16 * 2).reshape(8, 16, 2), shard_frozen(jnp.zeros((8, 16, 2)), axes, mesh))
+    with jax.set_mesh(mesh):
+        whole = jax.jit(lambda leaf: gathered(leaf, [axes], leaf))(leaf)
+    assert whole.sharding.is_equivalent_to(NamedSharding(mesh, P("expert")), 3)
+    np.testing.assert_array_equal(whole, leaf)
 
 
 def test_a_weight_names_the_axes_of_each_of_its_arrays():
