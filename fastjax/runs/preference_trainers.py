@@ -12,7 +12,8 @@ from fastjax.data.settings import TooLong
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import TrainerSettings
-from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
+from fastjax.runs.trl import TRLTrainer
+from fastjax.runs.trl_arguments import SharedArguments, arguments
 
 
 @arguments

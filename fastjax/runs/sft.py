@@ -15,7 +15,8 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.encoded_rows import EncodedRows
 from fastjax.runs.trainer import TrainerSettings, first_row
-from fastjax.runs.trl import SharedArguments, TRLTrainer, arguments
+from fastjax.runs.trl import TRLTrainer
+from fastjax.runs.trl_arguments import SharedArguments, arguments
 
 
 @arguments

@@ -14,7 +14,7 @@ from convert.inspect import inspect
 from convert.merge import merge
 from convert.tensor_file import read_header, read_tensor
 from convert.weights import open_weights
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.folders import read_adapter, write_checkpoint, write_peft
 from tests.support.tiny import arrays
 

@@ -20,7 +20,7 @@ from convert.quantize import quantize
 from convert.saving import save
 from convert.verify import compare
 from convert.weights import open_weights, stream
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.folders import write_checkpoint
 from tests.support.tiny import arrays, write_fp8_folder
 

@@ -1,44 +1,7 @@
 """One tiny model a family, with every field of its config off transformers' default."""
 
-from tests.support import tiny
-
-_SIZES = {
-    "dtype": "float32",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "initializer_range": 0.15,
-    "use_cache": False,
-    "bos_token_id": 7,
-    "eos_token_id": 8,
-    "pad_token_id": 96,
-    "rms_norm_eps": 3e-2,
-    "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5},
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 300.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 40,
-    "beta_fast": 6.0,
-    "beta_slow": 1.5,
-    "truncate": False,
-}
-_LLAMA3 = {**tiny.ROPE, "rope_theta": 300.0}
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def _family(name, **fields):
-    return {**_SIZES, "model_type": name, **fields}
-
-
-def without(config, *names):
-    return {name: value for name, value in config.items() if name not in names}
-
+from tests.support.family_mixtures import MIXTURES
+from tests.support.family_sizes import DELTA, FULL, LLAMA3, SIZES, SLIDING, YARN, family, without
 
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 _GEMMA = {
@@ -54,7 +17,7 @@ _PERIOD_OF_THREE = [SLIDING, FULL, SLIDING] * 2 + [SLIDING]
 
 #: model_type -> a config.json.
 CONFIGS = {
-    "qwen2": _family(
+    "qwen2": family(
         "qwen2",
         **_WINDOWS,
         hidden_act="gelu_pytorch_tanh",
@@ -63,7 +26,7 @@ CONFIGS = {
         layer_types=[SLIDING, FULL] * 2,
         rope_parameters=YARN,
     ),
-    "qwen3": _family(
+    "qwen3": family(
         "qwen3",
         **_WINDOWS,
         head_dim=10,
@@ -74,8 +37,8 @@ CONFIGS = {
         layer_types=[FULL, SLIDING] * 2,
         rope_parameters=YARN,
     ),
-    "mistral": _family("mistral", head_dim=10, hidden_act="gelu", tie_word_embeddings=True, sliding_window=6),
-    "ministral": _family(
+    "mistral": family("mistral", head_dim=10, hidden_act="gelu", tie_word_embeddings=True, sliding_window=6),
+    "ministral": family(
         "ministral",
         head_dim=10,
         hidden_act="gelu",
@@ -84,16 +47,16 @@ CONFIGS = {
         num_hidden_layers=4,
         layer_types=[SLIDING, FULL] * 2,
     ),
-    "gemma": _family("gemma", head_dim=10, tie_word_embeddings=False, attention_bias=True, hidden_act="silu"),
-    "gemma2": _family(
+    "gemma": family("gemma", head_dim=10, tie_word_embeddings=False, attention_bias=True, hidden_act="silu"),
+    "gemma2": family(
         "gemma2",
         **_GEMMA,
         attn_logit_softcapping=2.0,
         num_hidden_layers=4,
         layer_types=[FULL, SLIDING] * 2,
-        rope_parameters=_LLAMA3,
+        rope_parameters=LLAMA3,
     ),
-    "gemma3_text": _family(
+    "gemma3_text": family(
         "gemma3_text",
         **_GEMMA,
         num_hidden_layers=len(_PERIOD_OF_THREE),
@@ -103,7 +66,7 @@ CONFIGS = {
             SLIDING: {"rope_type": "default", "rope_theta": 50.0},
         },
     ),
-    "phi3": _family(
+    "phi3": family(
         "phi3",
         tie_word_embeddings=True,
         hidden_act="gelu_pytorch_tanh",
@@ -117,7 +80,7 @@ CONFIGS = {
             "long_factor": [1.5, 3.0, 6.0],
         },
     ),
-    "granite": _family(
+    "granite": family(
         "granite",
         hidden_act="gelu_pytorch_tanh",
         tie_word_embeddings=True,
@@ -130,8 +93,8 @@ CONFIGS = {
         max_position_embeddings=24,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 300.0, "factor": 6.0},
     ),
-    "olmo2": _family("olmo2", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True),
-    "smollm3": _family(
+    "olmo2": family("olmo2", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True),
+    "smollm3": family(
         "smollm3",
         hidden_act="gelu_pytorch_tanh",
         tie_word_embeddings=False,
@@ -145,7 +108,7 @@ CONFIGS = {
         layer_types=[SLIDING, FULL] * 2,
     ),
     "cohere": without(
-        _family(
+        family(
             "cohere",
             hidden_act="gelu_pytorch_tanh",
             tie_word_embeddings=False,
@@ -159,7 +122,7 @@ CONFIGS = {
 }
 
 CONFIGS |= {
-    "olmo3": _family(
+    "olmo3": family(
         "olmo3",
         hidden_act="gelu",
         tie_word_embeddings=True,
@@ -169,7 +132,7 @@ CONFIGS |= {
         layer_types=[FULL, SLIDING] * 2,
         rope_parameters={FULL: without(YARN, "truncate"), SLIDING: {"rope_type": "default", "rope_theta": 50.0}},
     ),
-    "exaone4": _family(
+    "exaone4": family(
         "exaone4",
         hidden_act="gelu",
         tie_word_embeddings=True,
@@ -178,7 +141,7 @@ CONFIGS |= {
         sliding_window_pattern=2,
         layer_types=[FULL, SLIDING] * 2,
     ),
-    "ministral3": _family(
+    "ministral3": family(
         "ministral3",
         head_dim=10,
         hidden_act="gelu",
@@ -186,7 +149,7 @@ CONFIGS |= {
         sliding_window=6,
         rope_parameters={**YARN, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.7},
     ),
-    "arcee": _family(
+    "arcee": family(
         "arcee",
         head_dim=10,
         hidden_act="gelu",
@@ -194,14 +157,14 @@ CONFIGS |= {
         attention_bias=True,
         mlp_bias=True,
     ),
-    "hunyuan_v1_dense": _family(
+    "hunyuan_v1_dense": family(
         "hunyuan_v1_dense",
         head_dim=10,
         hidden_act="gelu",
         tie_word_embeddings=True,
         attention_bias=True,
     ),
-    "seed_oss": _family(
+    "seed_oss": family(
         "seed_oss",
         head_dim=10,
         hidden_act="gelu",
@@ -215,7 +178,7 @@ CONFIGS |= {
 }
 _PARTIAL = {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5, "partial_rotary_factor": 0.6}
 CONFIGS |= {
-    "glm4": _family(
+    "glm4": family(
         "glm4",
         num_key_value_heads=1,
         head_dim=20,
@@ -224,7 +187,7 @@ CONFIGS |= {
         attention_bias=False,
         rope_parameters=_PARTIAL,
     ),
-    "ernie4_5": _family(
+    "ernie4_5": family(
         "ernie4_5",
         num_key_value_heads=1,
         head_dim=10,
@@ -232,14 +195,14 @@ CONFIGS |= {
         tie_word_embeddings=False,
         use_bias=True,
     ),
-    "apertus": _family(
+    "apertus": family(
         "apertus",
         head_dim=10,
         tie_word_embeddings=True,
         attention_bias=True,
     ),
     "cohere2": without(
-        _family(
+        family(
             "cohere2",
             hidden_act="gelu_pytorch_tanh",
             tie_word_embeddings=False,
@@ -253,7 +216,7 @@ CONFIGS |= {
         "rms_norm_eps",
     ),
     "nemotron": without(
-        _family(
+        family(
             "nemotron",
             head_dim=20,
             hidden_act="gelu",
@@ -266,7 +229,7 @@ CONFIGS |= {
         "rms_norm_eps",
     ),
     "phi": without(
-        _family(
+        family(
             "phi",
             hidden_size=40,
             hidden_act="relu2",
@@ -278,36 +241,18 @@ CONFIGS |= {
         "rms_norm_eps",
     ),
 }
-LINEAR = "linear_attention"
-_DELTA = {
-    "head_dim": 24,
-    "hidden_act": "gelu",
-    "tie_word_embeddings": True,
-    "attention_bias": True,
-    "num_hidden_layers": 4,
-    "layer_types": [LINEAR, FULL] * 2,
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "rope_parameters": {
-        **{"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5, "partial_rotary_factor": 0.5},
-        **{"mrope_section": [3, 2, 1], "mrope_interleaved": True},
-    },
-}
 #: Layers with Gated DeltaNet.
 CONFIGS |= {
-    "qwen3_5_text": _family("qwen3_5_text", **_DELTA),
-    "olmo_hybrid": _family(
+    "qwen3_5_text": family("qwen3_5_text", **DELTA),
+    "olmo_hybrid": family(
         "olmo_hybrid",
-        **_DELTA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}},
+        **DELTA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}},
         linear_allow_neg_eigval=False,
     ),
 }
 CONFIGS |= {
     "starcoder2": without(
-        _family(
+        family(
             "starcoder2",
             hidden_act="gelu",
             tie_word_embeddings=False,
@@ -319,10 +264,10 @@ CONFIGS |= {
         "rms_norm_eps",
     ),
     "olmo": without(
-        _family("olmo", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True, clip_qkv=0.7),
+        family("olmo", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True, clip_qkv=0.7),
         "rms_norm_eps",
     ),
-    "helium": _family(
+    "helium": family(
         "helium",
         hidden_size=40,
         head_dim=10,
@@ -340,242 +285,10 @@ CONFIGS["granite_swa"] = CONFIGS["granite"] | {
     "layer_types": [FULL, SLIDING] * 2,
     "layer_rope_theta": [300.0, 50, 0, 50],
     "max_position_embeddings": 160,
-    "rope_parameters": _SIZES["rope_parameters"],
-}
-_EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
-#: model_type -> a config.json of the families with mixtures of experts.
-MIXTURES = {
-    "mixtral": _family(
-        "mixtral",
-        head_dim=10,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        sliding_window=6,
-        num_local_experts=4,
-        num_experts_per_tok=3,
-        router_aux_loss_coef=0.02,
-    ),
-    "qwen2_moe": _family(
-        "qwen2_moe",
-        **_EXPERTS,
-        use_sliding_window=True,
-        sliding_window=5,
-        max_window_layers=3,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        num_hidden_layers=4,
-        layer_types=[FULL, SLIDING] * 2,
-        qkv_bias=False,
-        num_experts=4,
-        moe_intermediate_size=12,
-        shared_expert_intermediate_size=20,
-        decoder_sparse_step=2,
-        mlp_only_layers=[1],
-    ),
-    "qwen3_moe": _family(
-        "qwen3_moe",
-        **_EXPERTS,
-        head_dim=10,
-        use_sliding_window=True,
-        sliding_window=5,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        attention_bias=True,
-        num_hidden_layers=4,
-        num_experts=4,
-        moe_intermediate_size=12,
-        decoder_sparse_step=2,
-        mlp_only_layers=[1],
-        rope_parameters=YARN,
-    ),
-    "olmoe": _family(
-        "olmoe",
-        **_EXPERTS,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        attention_bias=True,
-        clip_qkv=0.9,
-        num_experts=4,
-    ),
-    "gpt_oss": _family(
-        "gpt_oss",
-        head_dim=10,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        num_hidden_layers=4,
-        sliding_window=6,
-        layer_types=[FULL, SLIDING] * 2,
-        intermediate_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=3,
-        router_aux_loss_coef=0.02,
-        swiglu_limit=0.4,
-        swiglu_alpha=1.3,
-    ),
-    "glm4_moe": _family(
-        "glm4_moe",
-        head_dim=20,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        attention_bias=True,
-        use_qk_norm=True,
-        num_hidden_layers=4,
-        first_k_dense_replace=2,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        norm_topk_prob=False,
-        routed_scaling_factor=1.7,
-        rope_parameters={
-            "rope_type": "linear",
-            "rope_theta": 300.0,
-            "factor": 1.5,
-            "partial_rotary_factor": 0.6,
-        },
-    ),
-}
-_MIXED = {**_DELTA, "num_experts_per_tok": 3, "num_experts": 4, "moe_intermediate_size": 12}
-_MIXED |= {"num_key_value_heads": 1, "shared_expert_intermediate_size": 20, "router_aux_loss_coef": 0.02}
-MIXTURES |= {
-    "qwen3_5_moe_text": without(_family("qwen3_5_moe_text", **_MIXED), "intermediate_size"),
-    "qwen3_next": _family("qwen3_next", **_MIXED, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[1]),
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "hidden_act": "gelu",
-    "tie_word_embeddings": True,
-    "attention_bias": True,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 14,
-    "rope_interleave": False,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.7,
-    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-}
-MIXTURES |= {
-    "deepseek_v3": _family("deepseek_v3", **_LATENT, first_k_dense_replace=1),
-    "glm4_moe_lite": _family("glm4_moe_lite", **_LATENT, mlp_layer_types=["sparse", "dense", "sparse"]),
-    "mistral4": _family("mistral4", **_LATENT, first_k_dense_replace=1)
-    | {
-        "rope_parameters": {
-            **YARN,
-            **{"mscale": 0.7, "mscale_all_dim": 1.3, "partial_rotary_factor": 6 / 16},
-            **{"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.7},
-        },
-    },
-}
-_INDEXED = {name: value for name, value in _LATENT.items() if name != "rope_interleave"}
-_INDEXED |= {"index_topk": 64, "index_head_dim": 8, "index_n_heads": 3, "first_k_dense_replace": 1}
-MIXTURES |= {
-    "deepseek_v32": _family("deepseek_v32", **_INDEXED, mlp_layer_types=["sparse", "dense", "sparse"]),
-    "glm_moe_dsa": _family(
-        "glm_moe_dsa",
-        **_INDEXED,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        indexer_types=["full", "shared", "full"],
-    ),
-}
-MIXTURES |= {
-    "minimax_m2": _family(
-        "minimax_m2",
-        head_dim=20,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        intermediate_size=12,
-        num_local_experts=4,
-        num_experts_per_tok=3,
-        router_aux_loss_coef=0.02,
-        rope_parameters=MIXTURES["glm4_moe"]["rope_parameters"],
-    ),
-    "ernie4_5_moe": _family(
-        "ernie4_5_moe",
-        hidden_act="gelu",
-        tie_word_embeddings=False,
-        use_bias=True,
-        num_hidden_layers=4,
-        moe_num_experts=4,
-        moe_k=3,
-        moe_intermediate_size=12,
-        moe_num_shared_experts=1,
-        moe_layer_start_index=0,
-        moe_layer_end_index=2,
-        moe_layer_interval=2,
-        moe_norm_min=1e-9,
-        router_aux_loss_coef=0.02,
-    ),
-    "exaone_moe": _family(
-        "exaone_moe",
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        num_hidden_layers=4,
-        sliding_window=6,
-        sliding_window_pattern=2,
-        layer_types=[FULL, SLIDING] * 2,
-        mlp_layer_types=["sparse", "dense"] * 2,
-        first_k_dense_replace=2,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        num_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        norm_topk_prob=False,
-        routed_scaling_factor=1.7,
-    ),
-    "solar_open": without(
-        MIXTURES["glm4_moe"]
-        | {"model_type": "solar_open", "num_hidden_layers": 3, "moe_intermediate_size": 16, "intermediate_size": 44},
-        *("use_qk_norm", "first_k_dense_replace"),
-    )
-    | {"rope_parameters": YARN},
-    "afmoe": _family(
-        "afmoe",
-        head_dim=10,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        attention_bias=True,
-        num_hidden_layers=4,
-        sliding_window=6,
-        global_attn_every_n_layers=3,
-        layer_types=[FULL, SLIDING] * 2,
-        mup_enabled=True,
-        num_dense_layers=2,
-        num_experts=4,
-        num_experts_per_tok=3,
-        num_shared_experts=1,
-        moe_intermediate_size=12,
-        route_scale=1.7,
-    ),
-    "hy_v3": _family(
-        "hy_v3",
-        head_dim=10,
-        hidden_act="gelu",
-        tie_word_embeddings=True,
-        attention_bias=True,
-        mlp_bias=True,
-        mlp_layer_types=["dense", "sparse", "dense"],
-        num_experts=4,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        num_shared_experts=2,
-        router_scaling_factor=1.7,
-        enable_moe_fp32_combine=False,
-    ),
+    "rope_parameters": SIZES["rope_parameters"],
 }
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
-LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
+LLAMA = family("llama", head_dim=10, tie_word_embeddings=True)
 
 #: A text model beside a vision tower.
 NESTED = {
@@ -622,7 +335,7 @@ BESIDE = {
     "muse_glimmer": {
         "model_type": "muse_glimmer",
         "dtype": "float32",
-        "text_config": _family(
+        "text_config": family(
             "muse_glimmer_text",
             head_dim=10,
             hidden_activation="gelu_pytorch_tanh",

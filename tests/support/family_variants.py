@@ -1,6 +1,8 @@
 """Other spellings of the families' configs, and the alternatives to their choices."""
 
-from tests.support.families import CONFIGS, FULL, LLAMA, MIXTURES, SLIDING, YARN, without
+from tests.support.families import CONFIGS, LLAMA
+from tests.support.family_mixtures import MIXTURES
+from tests.support.family_sizes import FULL, SLIDING, YARN, without
 
 #: Other spellings in a family's config.json, and the alternatives to the choices in `CONFIGS`.
 VARIANTS = {

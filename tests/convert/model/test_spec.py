@@ -10,7 +10,8 @@ from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.families.mapping import read_config, with_score
 from convert.model.spec import AXES
-from tests.support.families import BESIDE, CONFIGS, MIXTURES
+from tests.support.families import BESIDE, CONFIGS
+from tests.support.family_mixtures import MIXTURES
 
 ALL = {**CONFIGS, **MIXTURES, **BESIDE}
 

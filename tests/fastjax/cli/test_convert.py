@@ -23,7 +23,7 @@ from fastjax.execution.opening import open_folder
 from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
 from tests.support import chat, tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.runs import World
 
 

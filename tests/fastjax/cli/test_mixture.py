@@ -15,7 +15,7 @@ from fastjax.runs.adapter_import import import_adapter
 from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 from tests.support import chat
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.folders import read_adapter
 
 CONFIG = MIXTURES["qwen3_moe"] | {"num_hidden_layers": 3, "mlp_only_layers": [0], "decoder_sparse_step": 1}

@@ -15,7 +15,7 @@ from fastjax.execution.options import EXECUTION, LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import ModelSection
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(LoadOptions)}
 

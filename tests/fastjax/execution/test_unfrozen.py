@@ -10,7 +10,7 @@ from fastjax.execution.options import LoadOptions
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.loading import random_model, shapes_of
 from tests.support import chat, tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 
 CONFIG = tiny.config(num_hidden_layers=3, tie_word_embeddings=True)
 HOW = {"load_in_4bit": False, "full_finetuning": True, "dtype": "float32"}

@@ -10,7 +10,7 @@ from fastjax.runs.model import run_shapes, with_adapter
 from fastjax.runs.opening import open_model, open_shapes
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.runs import config
 
 SERVED = ("int4-32", "int4-32-zeros", "int8", "nvfp4", "mxfp4")

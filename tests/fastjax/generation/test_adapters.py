@@ -16,7 +16,7 @@ from fastjax.generation.engines import Engines
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.programs import decode, prefill
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 
 #: Untied and with large weights: small random models repeat a token for ever. Without biases on attention, which keep
 #: it from being one unit with its adapters.

@@ -16,7 +16,8 @@ from fastjax.generation.engines import Engines, whole_on
 from fastjax.generation.options import GenerationOptions
 from fastjax.parallel import make_mesh
 from tests.support import tiny
-from tests.support.families import CONFIGS, MIXTURES
+from tests.support.families import CONFIGS
+from tests.support.family_mixtures import MIXTURES
 from tests.support.generation import answers_in_ids, whole_passes
 
 FAMILIES = {**CONFIGS, **MIXTURES}

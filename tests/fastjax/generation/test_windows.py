@@ -14,7 +14,9 @@ from fastjax.generation.state import by_axis, has_axis
 from fastjax.models.mixers.keys_values import last_of_rows
 from tests.fastjax.generation.test_engine import collected, tokens_of, whole_passes
 from tests.support import tiny
-from tests.support.families import CONFIGS, FULL, LINEAR, MIXTURES, SLIDING
+from tests.support.families import CONFIGS
+from tests.support.family_mixtures import MIXTURES
+from tests.support.family_sizes import FULL, LINEAR, SLIDING
 
 PAGE = 4
 #: A config, its layers, and the pages of its windows of 10 and of 8 tokens.

@@ -13,7 +13,8 @@ from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.lora.sites import adapter_sites
 from fastjax.lora.usual_names import with_usual_names
 from fastjax.training.config import LoraSection
-from tests.support.families import CONFIGS, MIXTURES
+from tests.support.families import CONFIGS
+from tests.support.family_mixtures import MIXTURES
 
 SETTINGS = {field.name: field.default for field in dataclasses.fields(LoraSettings)}
 

@@ -19,7 +19,8 @@ from fastjax.lora.export import export_adapters
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, family_fields, tiny
-from tests.support.families import BESIDE, CONFIGS, MIXTURES, NESTED
+from tests.support.families import BESIDE, CONFIGS, NESTED
+from tests.support.family_mixtures import MIXTURES
 from tests.support.family_variants import IDLE, MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 from tests.support.generation import answers_in_ids
 

@@ -13,7 +13,8 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.quantization import MXFP4Weight, NF4Weight, NVFP4Weight, Weight, as_weight
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
-from tests.support.families import FULL, MIXTURES, SLIDING
+from tests.support.family_mixtures import MIXTURES
+from tests.support.family_sizes import FULL, SLIDING
 
 #: A layer without a mixture and one with.
 TWO_LAYERS = MIXTURES["qwen2_moe"] | {"num_hidden_layers": 2, "layer_types": [FULL, SLIDING], "mlp_only_layers": []}

@@ -13,7 +13,7 @@ from convert.tensor_file import write_tensor_file
 from convert.verify import compare
 from convert.weights import open_weights
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.folders import read_adapter
 
 torch = pytest.importorskip("torch")

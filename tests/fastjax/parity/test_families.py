@@ -14,7 +14,8 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import BESIDE, CONFIGS, MIXTURES
+from tests.support.families import BESIDE, CONFIGS
+from tests.support.family_mixtures import MIXTURES
 from tests.support.family_variants import MIXTURE_VARIANTS, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")

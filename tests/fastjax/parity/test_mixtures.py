@@ -12,7 +12,7 @@ from convert.families import family_for
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.loss import loss_sums
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from fastjax.training.flops import (
     matrix_parameters,
     step_flops,
 )
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 
 CONFIG = read_config(PRESETS["llama3-8b"])
 

@@ -29,7 +29,7 @@ from fastjax.training.report.history import History, Spike, find_spikes, smooth
 from fastjax.training.report.panels import panels
 from fastjax.training.report.settings import list_settings
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.family_mixtures import MIXTURES
 from tests.support.pages import check_self_contained, embedded_charts
 
 CONFIG = TrainConfig(
