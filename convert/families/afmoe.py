@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.mixture import Mixture, dense_first, sigmoid_router, with_shared
 from convert.families.windows import windows
 from convert.model.layers import Attention
@@ -62,5 +62,5 @@ AFMOE = Family(
         "score_func": ("sigmoid",),
         "use_grouped_mm": (True, False),
     },
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

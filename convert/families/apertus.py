@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
 from convert.model.spec import ATTENTION_GROUPS, layer_row
@@ -46,5 +46,5 @@ APERTUS = Family(
     ),
     read=_read,
     neutral={"post_norm": (False,), "qk_norm": (True,)},  # of published files
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

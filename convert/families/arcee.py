@@ -1,6 +1,6 @@
 """Arcee: Llama with an MLP without a gate, down(relu(up(x))²)."""
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.llama import BIASES
 
 ARCEE = Family(
@@ -9,5 +9,5 @@ ARCEE = Family(
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     switches=BIASES,
     constants={"gated": False},
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

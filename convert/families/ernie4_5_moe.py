@@ -1,7 +1,7 @@
 """ERNIE 4.5 with mixtures of experts in some layers, by softmax with a bias for the choice, and a shared expert."""
 
 from convert.families.ernie4_5 import DEFAULTS
-from convert.families.family import IGNORED, Family, Ignored
+from convert.families.family import IGNORED, NOT_COMPARED, Family, Ignored
 from convert.families.mixture import Mixture, chosen_experts, number_of_experts, with_shared
 from convert.model.moe import MoeConfig, RouterConfig
 from convert.model.paths import HEAD
@@ -56,5 +56,5 @@ ERNIE4_5_MOE = Family(
     ),
     neutral={"use_rmsnorm": (True,), "moe_gate": ("topk",), "moe_use_aux_free": (True,)},
     ignored=(*IGNORED, Ignored(r"model\.mtp_.*", "of the module that predicts further tokens", copied=True)),
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

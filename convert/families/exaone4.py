@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.olmo2 import AFTER
 from convert.model.layers import Attention
 from convert.model.reader import Reader
@@ -30,5 +30,5 @@ EXAONE4 = Family(
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     constants={**AFTER, "qk_norm": "head"},
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

@@ -1,7 +1,7 @@
 """K-EXAONE: EXAONE 4's attention, and mixtures behind the first layers whose experts are chosen within groups."""
 
 from convert.families.exaone4 import EXAONE4
-from convert.families.family import IGNORED, Family, Ignored
+from convert.families.family import IGNORED, NOT_COMPARED, Family, Ignored
 from convert.families.mixture import GROUPED, Mixture, dense_first, grouped_mixture, listed_mixtures
 from convert.model.reader import Reader
 
@@ -42,5 +42,5 @@ EXAONE_MOE = Family(
     read=EXAONE4.read,
     neutral=GROUPED,
     ignored=(*IGNORED, Ignored(r"mtp\..*", "of the module that predicts further tokens", copied=True)),
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

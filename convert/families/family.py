@@ -42,6 +42,8 @@ from convert.model.spec import (
 from convert.model.tensors import TensorSpec, tensors_of
 
 Config = Mapping[str, Any]
+#: `Family.gguf` where the architecture has a name in llama.cpp, but its graph has not been looked at yet.
+NOT_COMPARED = "its files have not been compared with llama.cpp"
 
 
 @dataclasses.dataclass(frozen=True)

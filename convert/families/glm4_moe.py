@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import FURTHER_TOKENS, IGNORED, Family
+from convert.families.family import FURTHER_TOKENS, IGNORED, NOT_COMPARED, Family
 from convert.families.mixture import GROUPED, Mixture, grouped_mixture
 from convert.model.reader import Reader
 from convert.model.rope import read_rope
@@ -37,5 +37,5 @@ GLM4_MOE = Family(
     read=_read,
     neutral=GROUPED,
     ignored=(*IGNORED, FURTHER_TOKENS),
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts
 from convert.families.windows import windows
 from convert.model.moe import MoeConfig, RouterConfig
@@ -65,5 +65,5 @@ GPT_OSS = Family(
     constants={"attention_sinks": True, "norm_float32": True, "hidden_act": "clamped_swiglu"},
     mixture=Mixture(_mixture, layout=INTERLEAVED, router="router", renamed=False),
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

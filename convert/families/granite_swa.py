@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from convert.families.family import NOT_COMPARED
 from convert.families.granite import GRANITE
 from convert.families.windows import windows
 from convert.model.layers import Attention
@@ -55,5 +56,5 @@ GRANITE_SWA = dataclasses.replace(
     },
     constants={"attention_sinks": True},
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

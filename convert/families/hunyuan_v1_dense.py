@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import unexpected
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope
 from convert.model.spec import ATTENTION_GROUPS
@@ -40,5 +40,5 @@ HUNYUAN_V1_DENSE = Family(
     neutral={"use_qk_norm": (True,), "use_cla": (False,)},
     parts={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.model.layers import LatentAttention
 from convert.model.reader import Reader
 from convert.model.rope import RopeConfig, read_rope
@@ -55,7 +55,7 @@ def latent_family(model_type: str, architecture: str, **others: Any) -> Family:
         "mixers": latent_mixers,
         "rows": LATENT,
         "read": latent_fields,
-        "gguf": "its files have not been compared with llama.cpp",
+        "gguf": NOT_COMPARED,
     }
     others["defaults"] = {"rope_interleave": True, "norm_topk_prob": True, **others["defaults"]}
     return Family(model_type, architecture, **shared | others)

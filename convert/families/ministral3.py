@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.windows import window_everywhere
 from convert.model.reader import Reader
 from convert.model.rope import QUERY_BETA, read_growing_rope
@@ -36,5 +36,5 @@ MINISTRAL3 = Family(
         "rms_norm_eps": 1e-5,
     },
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.olmo2 import CONSTANTS
 from convert.families.windows import windows
 from convert.model.reader import Reader
@@ -24,5 +24,5 @@ OLMO3 = Family(
     switches={"attention_bias": ATTENTION_GROUPS},
     constants=CONSTANTS,
     read=_read,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

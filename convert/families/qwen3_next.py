@@ -1,7 +1,7 @@
 """Qwen 3 Next: three of four layers with Gated DeltaNet, and mixtures of experts beside a gated shared one."""
 
 from convert.families import gated_delta, qwen3_moe
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.families.mixture import Mixture
 from convert.families.qwen3_5 import CONSTANTS, quarter_rotary
 from convert.model.layers import Mixer
@@ -41,5 +41,5 @@ QWEN3_NEXT = Family(
     read=quarter_rotary,
     neutral=gated_delta.NEUTRAL,
     ignored=gated_delta.WITH_PREDICTOR,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

@@ -1,6 +1,6 @@
 """Seed-OSS: Llama with a bias by kind of projection, and dropout of attention's and MLP's outputs."""
 
-from convert.families.family import Family
+from convert.families.family import NOT_COMPARED, Family
 from convert.model.spec import MLP_GROUPS, OUT, QKV
 
 SEED_OSS = Family(
@@ -16,5 +16,5 @@ SEED_OSS = Family(
     },
     switches={"attention_bias": (QKV,), "attention_out_bias": (OUT,), "mlp_bias": MLP_GROUPS},
     read=lambda get, fields: {"residual_dropout": get.probability("residual_dropout")},
-    gguf="its files have not been compared with llama.cpp",
+    gguf=NOT_COMPARED,
 )

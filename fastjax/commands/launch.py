@@ -100,9 +100,10 @@ def launch(command: Sequence[str], count: int) -> None:
             if process.stdout is not None:
                 readers.append(threading.Thread(target=_read, args=(index, process.stdout, lines), daemon=True))
                 readers[-1].start()
-        first = None
+        first, stopped = None, []
         try:
             first = _first_failure(processes, lines)
+            stopped = [index for index, process in enumerate(processes) if _is_stopped(process.pid)]
         finally:
             killed = first is not None and first[1] < 0  # which the others cannot do without
             _end(processes, 0.0 if killed else SAVING if received else PATIENCE)
@@ -112,6 +113,8 @@ def launch(command: Sequence[str], count: int) -> None:
     if first is None:
         return
     index, status = first
+    for one in stopped:  # what the first waited for in vain, most likely
+        print(f"fastjax launch: rank {one} of {count} had been stopped by a signal (SIGSTOP)", file=sys.stderr)
     if status < 0:
         name = signal.Signals(-status).name
         if not received:
@@ -135,6 +138,15 @@ def _first_failure(
             return None
         _show(lines, now - _LAG)
         time.sleep(_POLL)
+
+
+def _is_stopped(child: int) -> bool:
+    """Whether a child stands still by a signal and has not been continued; never, where the system does not say."""
+    if not hasattr(os, "waitid"):
+        return False
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _end(processes: Sequence["subprocess.Popen[str]"], patience: float) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fastjax.cli import main
+from fastjax.commands import launch
 from tests.support import chat
 from tests.support.runs import Process, assert_gone, figures, result, rows
 
@@ -62,8 +63,8 @@ def start(tmp_path_factory):
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
 
-    def begin(output, *arguments, resume=True):
-        return Process(["launch", "-n", "2", "--", *train(output, resume), *arguments], folder / "compiled")
+    def begin(output, *arguments, resume=True, count=2):
+        return Process(["launch", "-n", str(count), "--", *train(output, resume), *arguments], folder / "compiled")
 
     def train(output, resume=True):
         found = ["train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output)]
@@ -108,6 +109,37 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     assert start.alone(output) == 0
     found, expected = (np.array([row[:4] for row in figures(f)], np.float64) for f in (output, tmp_path / "whole"))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+
+
+@pytest.mark.exhaustive(by="tests/fastjax/cli/test_launch.py::test_a_stopped_process_is_known")
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda blow: blow.name)
+def test_one_of_four_that_dies_or_stands_still_is_named(start, tmp_path, blow):
+    rows_ = ["--training.per_device_train_batch_size", "1", "--training.max_steps", "100000"]
+    limit = ["--training.step_timeout", "20", "--output.save_steps", "null"]
+    process = start(tmp_path / "run", *rows_, *limit, count=4)
+    assert process.until(lambda: bool(process.steps) and process.steps[-1] >= 6), process.output
+    ranks, began = process.children(), time.monotonic()
+    os.kill(ranks[2], blow)
+    assert process.status() == 1, process.output
+    assert time.monotonic() - began < 30
+    assert_gone(ranks)
+    told = "was ended by SIGKILL; the others are ended" if blow == signal.SIGKILL else "had been stopped by a signal"
+    assert f"rank 2 of 4 {told}" in process.output
+    assert blow == signal.SIGKILL or "waited 20 s (training.step_timeout) for" in process.output
+
+
+def test_a_stopped_process_is_known():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not launch._is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert launch._is_stopped(process.pid) and process.poll() is None
+        os.kill(process.pid, signal.SIGCONT)
+        assert not launch._is_stopped(process.pid)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.exhaustive(

@@ -83,7 +83,7 @@ def test_rows_that_come_and_go_answer_as_alone():
     assert engine._pages.free == 13 and sorted(engine._free) == [0, 1, 2]
 
 
-@pytest.mark.exhaustive("gpt_oss")
+@pytest.mark.exhaustive("gpt_oss", "deepseek_v3", "qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path):
     config = FAMILIES[family]
