@@ -277,7 +277,8 @@ def draw(steps: Sequence[Step]) -> bytes:
     with rc_context(_STYLE):
         figure = Figure(figsize=(9.0, 4.8), **options)
         axis = figure.subplots()
-        colours = [light for light, _ in COLOURS.values()] + ["black", "#8b5cf6", "#b45309"]
+        further = ("black", "#8b5cf6", "#b45309", "#84cc16", "#7f1d1d", "#22d3ee", "#1e3a8a", "#facc15")
+        colours = [*(light for light, _ in COLOURS.values()), *further]
         for number, (kind, group) in enumerate(kinds.items()):
             colour = colours[number % len(colours)]
             for step in group:
