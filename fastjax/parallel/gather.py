@@ -181,8 +181,8 @@ def _splits(*, inside: bool) -> bool:
 def _without_fsdp(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
     if not isinstance(axes, tuple):
         return None if axes == "fsdp" else axes
-    rest = tuple(axis for axis in axes if axis != "fsdp")
-    return rest if len(rest) > 1 else rest[0]
+    first, *others = (axis for axis in axes if axis != "fsdp")
+    return (first, *others) if others else first
 
 
 def _whole(leaf: Array, spec: P, rest: P) -> Array:

@@ -187,7 +187,7 @@ class GatedDelta(nnx.Module):
             beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
             rate = -jnp.exp(log)[None, None] * jax.nn.softplus(decay.astype(jnp.float32) + bias[None, None])
             options = {"scale": self.settings.key_dim**-0.5, "segment_ids": ids}
-            if before is None:
+            if state is None or before is None:
                 return gated_delta(*self._heads(heads), rate, beta, **options)[0], None
             real = documents[:, :, None] != 0  # the state stays as it is behind the last token
             rate, beta = jnp.where(real, rate, 0.0), jnp.where(real, beta, 0.0)

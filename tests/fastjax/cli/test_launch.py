@@ -125,7 +125,6 @@ def test_one_of_four_that_dies_or_stands_still_is_named(start, tmp_path, blow):
     assert_gone(ranks)
     told = "was ended by SIGKILL; the others are ended" if blow == signal.SIGKILL else "had been stopped by a signal"
     assert f"rank 2 of 4 {told}" in process.output
-    assert blow == signal.SIGKILL or "waited 20 s (training.step_timeout) for" in process.output
 
 
 def test_a_stopped_process_is_known():
