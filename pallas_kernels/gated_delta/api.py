@@ -15,7 +15,6 @@ from pallas_kernels.attention.config import SAVEABLE_NAMES
 from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.gated_delta import triton, triton_backward, xla
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
-from pallas_kernels.gated_delta.token import in_xla
 from pallas_kernels.transformations import custom_vjp, known, number, with_automatic_axes
 
 
@@ -35,7 +34,7 @@ def gated_delta(
 
     With S = 0 before a document's first token, of each value head: S ← exp(decay) · S, then S ← S + k uᵀ where
     u = beta · (v - Sᵀk), and the output is scale · Sᵀq. Value head h has the queries and keys of head h / (H / K).
-    States and sums are float32; products over tokens are of v's dtype. One token a row is computed as it stands here.
+    States and sums are float32; products over tokens are of v's dtype. One token a row: `gated_delta_token`.
 
     Args:
         q: queries; unit vectors, where the model has them so.
@@ -61,8 +60,6 @@ def gated_delta(
     scale = number("gated_delta", "scale", scale)
     precise, (batch, length, heads, value_size), size = wide(v.dtype), v.shape, k.shape[3]
     state = jnp.zeros((batch, heads, size, value_size), precise) if state is None else state.astype(precise)
-    if length == 1 and implementation is None:
-        return in_xla(q, k, v, decay, beta, state, scale)
     states = known(batch, 1) * heads * size * value_size * -(-length // CHUNK)
     chosen = REGISTRY.choose(implementation, dtype=v.dtype, sizes=(size, value_size), states=states)
     operands = padded((q, k, v, decay.astype(precise), beta.astype(precise)))

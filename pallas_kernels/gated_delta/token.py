@@ -8,9 +8,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
 from pallas_kernels.gated_delta.chunks import wide
@@ -21,32 +21,32 @@ _COLUMNS = 32
 
 
 def gated_delta_token(
-    q: Array,
-    k: Array,
-    v: Array,
-    decay: Array,
-    beta: Array,
-    states: Array,
-    layer: Array | int,
+    q: Float[Array, "B 1 K D"],
+    k: Float[Array, "B 1 K D"],
+    v: Float[Array, "B 1 H Dv"],
+    decay: Float[Array, "B 1 H"],
+    beta: Float[Array, "B 1 H"],
+    states: Float[Array, "L B H D Dv"],
+    layer: Int[Array, ""] | int,
     *,
     scale: float,
     implementation: str | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "B 1 H Dv"], Float[Array, "L B H D Dv"]]:
     """The rule for one token of each row, in the place of one layer's states among those of all layers.
 
     Args:
-        q: queries [B, 1, K, D]; unit vectors, where the model has them so.
+        q: queries; unit vectors, where the model has them so.
         k: keys, the same.
-        v: values [B, 1, H, Dv], whose dtype is that of q and k.
-        decay: float32 [B, 1, H], as of `gated_delta`; with 0 and a beta of 0 the state stays as it is.
-        beta: float32 [B, 1, H], as there.
-        states: float32 [L, B, H, D, Dv] before the token; the call may write its results there.
+        v: values, whose dtype is that of q and k.
+        decay: float32, as of `gated_delta`; with 0 and a beta of 0 the state stays as it is.
+        beta: float32, as there.
+        states: float32, before the token; the call may write its results there.
         layer: which of them, int32.
         scale: factor of the output.
         implementation: None, "triton" or "xla".
 
     Returns:
-        The output [B, 1, H, Dv] in v's dtype, and the states of all layers, after the token those of this one. Not
+        The output in v's dtype, and the states of all layers, after the token those of this one. Not
         differentiable: decoding has no backward pass.
 
     Raises:
@@ -58,24 +58,22 @@ def gated_delta_token(
     return chosen.forward(q, k, v, decay, beta, states, jnp.asarray(layer, jnp.int32), scale)
 
 
-def _in_place(q, k, v, decay, beta, states, layer: Array, scale: float) -> tuple[Array, Array]:
-    out, state = in_xla(q, k, v, decay, beta, states[layer], scale)
-    return out, states.at[layer].set(state)
-
-
-def in_xla(q: Array, k: Array, v: Array, decay: Array, beta: Array, state: Array, scale: float) -> tuple[Array, Array]:
-    """The output and one layer's state [B, H, D, Dv] after the token."""
+def in_xla(
+    q: Array, k: Array, v: Array, decay: Array, beta: Array, states: Array, layer: Array, scale: float
+) -> tuple[Array, Array]:
+    """The output, and the states of all layers."""
     (batch, _, heads, size), key_heads, precise = v.shape, k.shape[2], wide(v.dtype)
     q, k = (array[:, 0].astype(precise)[:, :, None, :, None] for array in (q, k))  # [B, K, 1, D, 1]
     kept, written, v = (
         array[:, 0].astype(precise).reshape(batch, key_heads, heads // key_heads, 1, -1)
         for array in (jnp.exp(decay.astype(precise)), beta, v)
     )
-    before = state.reshape(batch, key_heads, heads // key_heads, *state.shape[2:])
+    before = states[layer].reshape(batch, key_heads, heads // key_heads, *states.shape[3:])
     seen, read = (kept * jnp.sum(array * before, axis=3, keepdims=True) for array in (k, q))
     new = written * (v - seen)
     out = scale * (read + jnp.sum(k * q, axis=3, keepdims=True) * new)
-    return out.reshape(batch, 1, heads, size).astype(v.dtype), (kept * before + k * new).reshape(state.shape)
+    after = (kept * before + k * new).reshape(states.shape[1:])
+    return out.reshape(batch, 1, heads, size).astype(v.dtype), states.at[layer].set(after)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
@@ -130,5 +128,5 @@ def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> 
 REGISTRY = triton_or_xla(
     "gated_delta_token",
     Implementation(in_triton, dtypes=HALF, why_not=_why_not_triton),
-    Implementation(_in_place),
+    Implementation(in_xla),
 )
