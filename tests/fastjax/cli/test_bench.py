@@ -47,6 +47,7 @@ def test_gated_delta(tmp_path, capsys):
     lines = json.loads(output.read_text())["results"]
     assert [(line["direction"], line["implementation"]) for line in lines] == [("forward", "xla"), ("both", "xla")]
     assert all(line["microseconds"] > 0 for line in lines)
+    assert lines[0]["temporary_bytes"] < lines[1]["temporary_bytes"], "both has the states of all chunks besides"
     assert main(["bench", "gated_delta", *size, "--documents", "3"]) == 2
     assert "--documents: expected divisors of the 128 tokens of a row, got 3" in capsys.readouterr().err
 
