@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.config import SAVEABLE_NAMES
-from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
+from pallas_kernels.dispatch import HALF, Implementation, triton_or_xla
 from pallas_kernels.gated_delta import triton, triton_backward, xla
+from pallas_kernels.gated_delta.calls import check, why_not_triton
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, chunks_of, padded, wide
 from pallas_kernels.transformations import custom_vjp, known, number, with_automatic_axes
 
@@ -56,7 +57,7 @@ def gated_delta(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    _check(q, k, v, decay, beta, segment_ids, state)
+    check("gated_delta", (q, k, v, decay, beta), segment_ids, None if state is None else state.shape)
     scale = number("gated_delta", "scale", scale)
     precise, (batch, length, heads, value_size), size = wide(v.dtype), v.shape, k.shape[3]
     state = jnp.zeros((batch, heads, size, value_size), precise) if state is None else state.astype(precise)
@@ -71,20 +72,12 @@ def gated_delta(
     return out[:, :length], after
 
 
-def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> str | None:
-    if any(size not in (64, 128) for size in sizes):
-        return f"it takes heads of 64 or 128, not of {sizes[0]} and {sizes[1]}"
-    if states >= 2**31:
-        return f"its offsets are of 32 bits, and the states before all chunks have {states} numbers"
-    return None
-
-
 #: forward(q, k, v, chunks, state, scale) -> (output, state after the last token, `inner` of the chunks)
 #: backward(q, k, v, chunks, state, inner, gradient of the output, of the state after, scale)
 #: -> gradients of (q, k, v, decay [B, H, S], beta [B, H, S], state)
 REGISTRY = triton_or_xla(
     "gated_delta",
-    Implementation(triton.forward, triton_backward.backward, dtypes=HALF, why_not=_why_not_triton),
+    Implementation(triton.forward, triton_backward.backward, dtypes=HALF, why_not=why_not_triton),
     Implementation(xla.forward, xla.backward),
 )
 
@@ -109,23 +102,3 @@ def _backward(scale: float, chosen: str, residuals, gradients):
 
 
 _by_chunks.defvjp(_forward, _backward)
-
-
-def _check(q, k, v, decay, beta, segment_ids, state) -> None:
-    batch, length, heads, size = v.shape
-    tokens = (batch, length)
-    expected = {
-        "q": (q.shape, k.shape),
-        "k": (k.shape[:2], tokens),
-        "decay": (decay.shape, (*tokens, heads)),
-        "beta": (beta.shape, (*tokens, heads)),
-        "segment_ids": (tokens if segment_ids is None else segment_ids.shape, tokens),
-        "state": ((batch, heads, k.shape[3], size) if state is None else state.shape, (batch, heads, k.shape[3], size)),
-    }
-    for name, (given, wanted) in expected.items():
-        if given != wanted:
-            raise ValueError(f"gated_delta: {name}: expected axes {wanted}, got {given}, for v {v.shape}")
-    if heads % k.shape[2]:
-        raise ValueError(f"gated_delta: v: expected a multiple of the {k.shape[2]} key heads, got {heads}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"gated_delta: q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")

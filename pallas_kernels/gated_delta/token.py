@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import HALF, Implementation, Target, triton_or_xla
+from pallas_kernels.dispatch import HALF, Implementation, triton_or_xla
+from pallas_kernels.gated_delta.calls import check, why_not_triton
 from pallas_kernels.gated_delta.chunks import wide
 from pallas_kernels.transformations import number
 
@@ -50,8 +51,12 @@ def gated_delta_token(
         differentiable: decoding has no backward pass.
 
     Raises:
+        ValueError: shapes or dtypes that do not fit together, or several tokens a row.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
+    check("gated_delta_token", (q, k, v, decay, beta), None, states.shape[1:])
+    if v.shape[1] != 1:
+        raise ValueError(f"gated_delta_token: v: expected one token a row, got {v.shape[1]}")
     facts = {"dtype": v.dtype, "sizes": states.shape[-2:], "states": states.size}
     chosen = REGISTRY.chosen(implementation, **facts)
     scale = number("gated_delta_token", "scale", scale)
@@ -116,17 +121,9 @@ def _token(q_ref, k_ref, v_ref, decay_ref, beta_ref, layer_ref, before_ref, out_
     pltriton.store(after_ref.at[place], before + k[:, None] * new[None])
 
 
-def _why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> str | None:
-    if any(size not in (64, 128) for size in sizes):
-        return f"it takes heads of 64 or 128, not of {sizes[0]} and {sizes[1]}"
-    if states >= 2**31:
-        return f"its offsets are of 32 bits, and the states of all layers have {states} numbers"
-    return None
-
-
 #: forward(q, k, v, decay, beta, states, layer, scale) -> (output, states of all layers)
 REGISTRY = triton_or_xla(
     "gated_delta_token",
-    Implementation(in_triton, dtypes=HALF, why_not=_why_not_triton),
+    Implementation(in_triton, dtypes=HALF, why_not=why_not_triton),
     Implementation(in_xla),
 )

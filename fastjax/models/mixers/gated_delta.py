@@ -178,7 +178,8 @@ class GatedDelta(nnx.Module):
 
         def mix(mixed, update, decay, documents, state, layer, weights):
             *taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
-            before, ids = (None, documents) if state is None else (state.inputs[layer], None)
+            before = None if state is None else state.inputs[layer]
+            ids = documents if state is None else None  # behind a state they only tell padding
             silu = self.settings.activation == "silu"
             options = {"activation": "silu" if silu else None, "segment_ids": ids}
             heads = short_conv(mixed, jnp.concatenate(taps)[:, 0], **options, before=before)
@@ -187,7 +188,7 @@ class GatedDelta(nnx.Module):
             beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
             rate = -jnp.exp(log)[None, None] * jax.nn.softplus(decay.astype(jnp.float32) + bias[None, None])
             options = {"scale": self.settings.key_dim**-0.5, "segment_ids": ids}
-            if state is None or before is None:
+            if state is None:
                 return gated_delta(*self._heads(heads), rate, beta, **options)[0], None
             real = documents[:, :, None] != 0  # the state stays as it is behind the last token
             rate, beta = jnp.where(real, rate, 0.0), jnp.where(real, beta, 0.0)
@@ -197,7 +198,9 @@ class GatedDelta(nnx.Module):
             else:
                 out, own = gated_delta(*given, **options, state=state.matrices[layer])
                 matrices = state.matrices.at[layer].set(own)
-            return out, DeltaState(matrices, state.inputs.at[layer].set(_last_inputs(before, mixed, documents)))
+            return out, DeltaState(
+                matrices, state.inputs.at[layer].set(_last_inputs(state.inputs[layer], mixed, documents))
+            )
 
         names = (*self.convolutions, "dt_bias", "A_log")
         weights = tuple(getattr(self, name).weight[...] for name in names)

@@ -114,9 +114,9 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
 @pytest.mark.exhaustive(by="tests/fastjax/cli/test_launch.py::test_a_stopped_process_is_known")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda blow: blow.name)
 def test_one_of_four_that_dies_or_stands_still_is_named(start, tmp_path, blow):
-    rows_ = ["--training.per_device_train_batch_size", "1", "--training.max_steps", "100000"]
+    sizes = ["--training.per_device_train_batch_size", "1", "--training.max_steps", "100000"]
     limit = ["--training.step_timeout", "20", "--output.save_steps", "null"]
-    process = start(tmp_path / "run", *rows_, *limit, count=4)
+    process = start(tmp_path / "run", *sizes, *limit, count=4)
     assert process.until(lambda: bool(process.steps) and process.steps[-1] >= 6), process.output
     ranks, began = process.children(), time.monotonic()
     os.kill(ranks[2], blow)

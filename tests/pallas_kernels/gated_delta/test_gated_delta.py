@@ -195,5 +195,12 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             gated_delta(**(given | wrong), scale=0.3)
+    state, tokens = given.pop("state")[None], {name: array[:, :1] for name, array in given.items() if name != "state"}
+    for rows, states, message in (
+        (tokens, state[:, :1], r"gated_delta_token: state: expected axes \(2, 4, 16, 8\), got \(1, 4, 16, 8\)"),
+        ({name: array[:, :2] for name, array in given.items()}, state, "v: expected one token a row, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gated_delta_token(**rows, states=states, layer=0, scale=0.3)
     with pytest.raises(ValueError, match="multiple of the 2 key heads, got 3"):
         gated_delta(*(given[name][:, :, :3] if name in NAMES[2:5] else given[name] for name in NAMES[:5]), scale=0.3)
