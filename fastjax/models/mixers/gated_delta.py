@@ -198,9 +198,8 @@ class GatedDelta(nnx.Module):
             else:
                 out, own = gated_delta(*given, **options, state=state.matrices[layer])
                 matrices = state.matrices.at[layer].set(own)
-            return out, DeltaState(
-                matrices, state.inputs.at[layer].set(_last_inputs(state.inputs[layer], mixed, documents))
-            )
+            last = _last_inputs(state.inputs[layer], mixed, documents)
+            return out, DeltaState(matrices, state.inputs.at[layer].set(last))
 
         names = (*self.convolutions, "dt_bias", "A_log")
         weights = tuple(getattr(self, name).weight[...] for name in names)
