@@ -84,8 +84,8 @@ def test_half_precision():
 
 
 def test_the_identity_is_in_no_product_of_16_bits():
-    """It would round the corrections: the errors would be 3.79, 3.57 and 3.4 thousandths for 3.48, 2.97 and 2.71."""
-    operands, _ = inputs(512, size=32, value_size=32)
+    """It would round the corrections: errors of out, dv and d beta would be 3.8, 3.5 and 3.3 thousandths for 3.5, 2.9 and 2.6."""
+    operands, _ = inputs(192, size=32, value_size=32)
     operands.pop("state")
     dout = np.random.default_rng().normal(size=operands["v"].shape)
     halves = {name: jnp.asarray(operands[name], jnp.bfloat16) for name in ("q", "k", "v")}
