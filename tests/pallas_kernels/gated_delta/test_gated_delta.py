@@ -84,7 +84,7 @@ def test_half_precision():
 
 
 def test_the_identity_is_in_no_product_of_16_bits():
-    """It would round the corrections: errors of out, dv and d beta would be 3.8, 3.5 and 3.3 thousandths for 3.5, 2.9 and 2.6."""
+    """It would round the corrections: errors of 3.8, 3.5 and 3.3 thousandths (out, dv, d beta) for 3.5, 2.9 and 2.6."""
     operands, _ = inputs(192, size=32, value_size=32)
     operands.pop("state")
     dout = np.random.default_rng().normal(size=operands["v"].shape)
@@ -200,6 +200,17 @@ def test_a_token_in_its_layers_states(layer):
     close_to_rule(gated_delta_token(*given, states, layer, scale=0.3), operands, layer, (1e-6, 1e-6))
     found = token.in_triton(*given, states, jnp.int32(layer), 0.3, interpret=True)
     close_to_rule(found, operands, layer, (1e-6, 1e-6))
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+def test_a_token_copies_no_states():
+    aot, half, wide = AOT("h200"), jnp.bfloat16, jnp.float32
+    heads = [aot.spec((8, 1, count, 128), half) for count in (2, 2, 4)]
+    gates, states = [aot.spec((8, 1, 4), wide)] * 2, aot.spec((6, 8, 4, 128, 128), wide)
+    step = jax.jit(functools.partial(gated_delta_token, scale=1.0, implementation="triton"), donate_argnums=5)
+    memory = aot.compile(step, *heads, *gates, states, aot.spec((), jnp.int32)).memory_analysis()
+    assert memory.alias_size_in_bytes == 6 * 8 * 4 * 128 * 128 * 4 and memory.temp_size_in_bytes < 2**16
 
 
 @pytest.mark.gpu
