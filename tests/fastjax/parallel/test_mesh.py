@@ -1,5 +1,7 @@
 """Where arrays live on a mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from convert.families.mapping import read_config
 from fastjax.errors import ConfigError
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import batch_sharding, make_mesh, shard_frozen
+from fastjax.parallel import BATCH, batch_sharding, local, make_mesh, shard_frozen
 from fastjax.parallel.gather import gathered
 from fastjax.quantization import FP8Weight, NF4Weight, as_weight, concatenate
 from tests.support import tiny
+from tests.support.aot import AOT, needs_cuda_plugin
 
 CONFIG = tiny.config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=96)
 
@@ -80,6 +83,31 @@ def test_only_what_fsdp_splits_is_gathered():
         whole = jax.jit(lambda leaf: gathered(leaf, [axes], leaf))(leaf)
     assert whole.sharding.is_equivalent_to(NamedSharding(mesh, P("expert")), 3)
     np.testing.assert_array_equal(whole, leaf)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+def test_a_stack_of_experts_is_gathered_as_it_lies():
+    """Split by rows, XLA turns the whole stack round before the loop, which takes as much memory again."""
+    mesh, names = make_mesh(fsdp=4, devices=AOT("h100", 4).devices), P("layer", "expert", "expert_mlp", "embed input")
+    stack = jax.ShapeDtypeStruct((6, 16, 64, 128), jnp.uint8)
+
+    def multiply(x, codes):
+        weights = codes.astype(jnp.bfloat16)
+        return x + jnp.einsum("xso,xod->sd", jnp.einsum("sd,xod->xso", x, weights), weights)
+
+    def layer(x, codes):
+        codes = gathered(codes, [P(*names[1:])], x)
+        return local(multiply, in_specs=(P(BATCH), P("expert")), out_specs=P(BATCH))(x, codes), None
+
+    stack = jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=shard_frozen(stack, names, mesh))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda stack, x: jax.lax.scan(layer, x, stack)[0])
+        text = step.trace(stack, x).lower().compile().as_text()
+    assert re.search(r"= \(?u8\S+.* all-gather(-start)?\(", text)
+    turned = [found[1].split(",") for found in re.finditer(r"= u8\[([\d,]+)\]\S* (?:transpose|copy)\(", text)]
+    assert [sizes for sizes in turned if "6" in sizes] == []
 
 
 def test_a_weight_names_the_axes_of_each_of_its_arrays():
