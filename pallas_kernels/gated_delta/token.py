@@ -1,4 +1,4 @@
-"""The gated delta rule for one token a row after others, as decoding has it.
+"""The gated delta rule (arXiv 2412.06464) for one token a row after others, as decoding has it.
 
 Both products with the state are of S before the token, so that one pass reads and writes it: with γ S + k uᵀ after it
 the output is γ Sᵀq + u (k·q).
