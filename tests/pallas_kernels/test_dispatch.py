@@ -10,6 +10,7 @@ from pallas_kernels.attention.api import REGISTRY as attention
 from pallas_kernels.cross_entropy.chunks import REGISTRY as cross_entropy
 from pallas_kernels.float8.api import QUANTIZE as quantize
 from pallas_kernels.gated_delta import REGISTRY as gated_delta
+from pallas_kernels.gated_delta.token import REGISTRY as delta_token
 from pallas_kernels.glu.lora import REGISTRY as glu_lora
 from pallas_kernels.grouped_matmul.api import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.nf4 import REGISTRY as grouped_nf4
@@ -138,7 +139,7 @@ SERVED = {
     grouped_nf4: GROUPED,
     DEQUANTIZE: DECODE,
     FLOAT8: {"shape": (128, 192), "transposed": True},
-    gated_delta: {"dtype": jnp.bfloat16, "sizes": (128, 128), "states": 2**20},
+    **dict.fromkeys((gated_delta, delta_token), {"dtype": jnp.bfloat16, "sizes": (128, 128), "states": 2**20}),
 }
 """A call of each operation that Triton's kernels serve."""
 
@@ -187,7 +188,8 @@ def test_triton_serves_a_call_from_some_card_on(found):
         (cross_entropy, "triton", H200, {"shape": (2, 2**14, 2**16)}, "32 bits, and 2 × 16384 × 65536"),
         (quantize, "triton", H200, {"columns": 32769}, "up to 32768 columns, these have 32769"),
         (gated_delta, "triton", H200, {"sizes": (128, 96)}, "heads of 64 or 128, not of 128 and 96"),
-        (gated_delta, "triton", H200, {"states": 2**31}, "32 bits, and the states before all chunks have 2147483648"),
+        (gated_delta, "triton", H200, {"states": 2**31}, "32 bits, and its states have 2147483648"),
+        (delta_token, "triton", H200, {"states": 2**31}, "32 bits, and its states have 2147483648"),
         (MATMUL, "mosaic", H200, {}, None),
         (MATMUL, "mosaic", B200, {}, "compute capability 9.0, the target"),
         (DX, "triton", A100, {"dtype": jnp.float32}, "not float32"),

@@ -86,11 +86,12 @@ def test_rows_that_come_and_go_answer_as_alone():
 @pytest.mark.exhaustive("gpt_oss", "deepseek_v3", "qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path):
+    """A row decodes between the pieces of another's prompt."""
     config = FAMILIES[family]
     folder = tiny.write_folder(tmp_path, config, tiny.arrays(config))
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
     made = tiny.model(folder, None, max_seq_length=64, **linear)  # not with positions that change as a row grows
-    engine = Engine(made, rows=2, steps=4)
+    engine = Engine(made, rows=2, steps=4, prefill_tokens=16)
     given = [prompt.tolist() for prompt in tiny.documents(config, (5, 40, 19))]
     requests = [(prompt, GenerationOptions(max_new_tokens=10)) for prompt in given]
     for (prompt, _), (pieces,) in zip(requests, collected(engine, requests, [0, 0, 1]), strict=True):
