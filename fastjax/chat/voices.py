@@ -11,7 +11,6 @@ from fastjax.data import Encoder
 from fastjax.data.records import Message
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
-from fastjax.generation.answers import READ
 from fastjax.generation.engine import Engine
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.prompts import Reading
@@ -98,7 +97,7 @@ class Asked:
 
     def step(self) -> list[Delta]:
         """Generate a few tokens; the text that came with them."""
-        for piece in self._engine.step(READ):
+        for piece in self._engine.step():
             if piece.request != self._number or self.done:
                 continue
             self.reply.add(piece)

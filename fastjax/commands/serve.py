@@ -13,8 +13,6 @@ from fastjax.errors import ConfigError
 
 #: The environment variable with the key.
 KEY = "FASTJAX_API_KEY"
-#: Tokens of an answer that come at once: 0.05 s of one row of an 8B model on an H100, 0.2 s of 64.
-_STEPS = 16
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     engine = Engine(model, **sizes) if len(devices) == 1 else Engines(model, devices, **sizes)
     print("compiling the engine's programs, once a model and card", file=sys.stderr, flush=True)
     engine.warm_up()
-    worker = Worker(engine, model, queue=settings.queue, steps=_STEPS)
+    worker = Worker(engine, model, queue=settings.queue)
     server = Server(worker, settings)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     print(f"serving {name} on http://{host}:{settings.port}", file=sys.stderr, flush=True)

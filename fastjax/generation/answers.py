@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-#: Tokens at a time of an answer that someone reads as it comes.
-READ = 4
-
-
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """An answer.
@@ -140,21 +136,18 @@ class GrowingAnswer:
         )
 
 
-def grown(
-    engine: AnyEngine, answers: Mapping[int, Sequence[GrowingAnswer]], steps: int | None = None
-) -> Generator[tuple[GrowingAnswer, str]]:
+def grown(engine: AnyEngine, answers: Mapping[int, Sequence[GrowingAnswer]]) -> Generator[tuple[GrowingAnswer, str]]:
     """Let an engine generate answers to their ends.
 
     Args:
         engine: that was asked for them, and for no others.
         answers: number of the request → its answers.
-        steps: tokens of an answer at a time, at most; None: the engine's.
 
     Yields:
         An answer that has grown, and its new text. Closing the iterator cancels those that have not ended.
     """
     try:
-        for piece in engine.run(steps):
+        for piece in engine.run():
             one = answers[piece.request][piece.choice]
             if one.finish_reason is not None:
                 continue

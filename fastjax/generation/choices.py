@@ -67,6 +67,7 @@ class Choice:
         pages: its pages.
         entered: tokens of the prompt that are in the cache.
         answered: tokens of the answer so far.
+        begun: as many and those that the device has been asked for.
         told: of the prompt's tokens so far.
     """
 
@@ -80,6 +81,7 @@ class Choice:
     pages: list[int] = dataclasses.field(default_factory=list)
     entered: int = 0
     answered: int = 0
+    begun: int = 0
     told: PromptTold = PromptTold()
 
     @property

@@ -1,8 +1,9 @@
 """An engine that answers requests: rows of a batch that come and go, while the others go on.
 
 The host decides which answers have a row and pages of the cache, and the programs (`generation.programs`) do the rest:
-prompts are prefilled packed, as the documents of a training row, and up to `steps` tokens of all rows come from one
-call (continuous batching: Yu et al., OSDI 2022; pages: Kwon et al., arXiv 2309.06180). A request that finds no room
+prompts are prefilled packed, as the documents of a training row, and `steps` tokens of all rows come from one call
+(continuous batching: Yu et al., OSDI 2022; pages: Kwon et al., arXiv 2309.06180). A call is given to the device before
+the tokens of the one before are read, so that the device does not wait for the host. A request that finds no room
 waits. The pages that an answer may need are set aside when it begins, so no answer is ever taken back.
 """
 
@@ -23,10 +24,9 @@ from fastjax.generation.adapters import AdapterSet, join_adapters
 from fastjax.generation.bound import BoundDecoder
 from fastjax.generation.choices import Choice, Piece, piece_of, token_ids
 from fastjax.generation.entering import Call, Sizes, add_told, next_call, prompt_arrays, tells
-from fastjax.generation.options import GenerationOptions
+from fastjax.generation.options import STEPS, GenerationOptions
 from fastjax.generation.pages import Pages
 from fastjax.generation.programs import Decoded, decode, prefill
-from fastjax.generation.sampling import Picked, Told
 from fastjax.generation.state import Prompts, empty_state, has_axis
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.models.caching import PAGE, empty_states
@@ -36,24 +36,23 @@ from fastjax.parallel.islands import several_devices
 CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
-#: Tokens of each row at most while further prompts are on their way in.
-_BETWEEN = 16
-#: A call ends early when this part of its rows have ended and others wait.
-_ENDED = 16
+#: Prompts come in once the rows that wait for them have stood idle for as many tokens as this part of those that go on,
+#: which stand still meanwhile: about two tokens' time, however few prompts there are.
+_IDLE = 0.5
 
 
-class _UnderWay(NamedTuple):
-    """A step that the device does.
+class _Call(NamedTuple):
+    """A call of a program whose results are not read yet.
 
     Attributes:
-        first: calls that take prompts in, with what they pick and tell.
-        decoding: answers whose later tokens come.
-        later: these; None: no answer's.
+        prompts: what it takes in; None: later tokens come.
+        entries: the answers of which tokens come, by their columns in the results.
+        results: `Picked` and `Told` (None: none is asked for) of prompts, else `Decoded`.
     """
 
-    first: list[tuple[Call, Picked, Told | None]]
-    decoding: list[Choice]
-    later: Decoded | None
+    prompts: Call | None
+    entries: list[tuple[int, Choice]]
+    results: Any
 
 
 class Engine:
@@ -70,7 +69,7 @@ class Engine:
         tokens: int | None = None,
         max_length: int | None = None,
         cache_dtype: str | None = None,
-        steps: int = 64,
+        steps: int = STEPS,
         prefill_tokens: int | None = None,
     ):
         """Set the cache aside.
@@ -89,8 +88,8 @@ class Engine:
             max_length: the most tokens of a prompt with its answer; None: the model's `max_seq_length`.
             cache_dtype: dtype of keys and values, the computation's or "float8_e4m3fn", which takes half the room of
                 16 bits and changes what is said a little; None: that of the computation.
-            steps: tokens of each answer that a call of `step` brings at most; fewer where a sixteenth of the rows have
-                ended while others wait, and 16 while prompts are on their way in.
+            steps: tokens of each answer that one call of the device brings; rows whose answers end meanwhile are idle
+                until the next call but one.
             prefill_tokens: of prompts that a call of `step` takes in at most, before all rows decode; a longer prompt
                 comes in over several. None: 16,384 while rows decode, and all that there is room for while none does.
 
@@ -131,7 +130,9 @@ class Engine:
         self._entering: list[Choice] = []
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
-        self._under_way = _UnderWay([], [], None)
+        self._calls: collections.deque[_Call] = collections.deque()  # the oldest first
+        self._kept = 0  # of those, how many wait for the next step
+        self._idle = 0  # tokens that rows have not generated while prompts waited
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -147,7 +148,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether an answer is waited for."""
-        return bool(self._waiting or self._entering or self._going or self._ended)
+        return bool(self._waiting or self._entering or self._going or self._ended or self._calls)
 
     @property
     def cache(self) -> tuple[int, int]:
@@ -262,7 +263,7 @@ class Engine:
         ]
         for width in sorted({min(each, self.rows) for each in WIDTHS}):
             where = np.full(width, self.rows, np.int32)
-            calls.append((decode, (where, np.int32(self.steps), np.int32(1)), {"most": self.steps}))
+            calls.append((decode, (where,), {"steps": self.steps}))
         decoder = self._decoder()
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # The call of an equal signature finds what was compiled.
@@ -274,34 +275,27 @@ class Engine:
         for program, arrays, static in calls:  # loads code, and shows whether there is memory for it
             self._state, *_ = self._call(program, *arrays, **static)
 
-    def run(self, steps: int | None = None) -> Iterator[Piece]:
-        """Step until all requests are answered.
-
-        Args:
-            steps: as of `step`.
-        """
+    def run(self) -> Iterator[Piece]:
+        """Step until all requests are answered."""
         while self.busy:
-            yield from self.step(steps)
+            yield from self.step()
 
-    def step(self, steps: int | None = None) -> list[Piece]:
+    def step(self) -> list[Piece]:
         """Take in prompts, up to `prefill_tokens`, and generate tokens of all rows.
 
-        Args:
-            steps: tokens of each answer at most, where fewer than the engine's are wanted sooner.
-
         Returns:
-            What came, in the order of the rows' answers.
+            What has come: the first tokens of the prompts, and the later tokens of the step before.
 
         Raises:
             ConfigError: in a mesh of several devices (`jax.set_mesh`).
         """
-        return [*self.begin(steps), *self.first(), *self.rest()]
+        pieces = self.begin()
+        while self.behind:
+            pieces += self.read()
+        return pieces
 
-    def begin(self, steps: int | None = None) -> list[Piece]:
-        """Give the device a step to do, and do not wait for it; `first` and then `rest` do.
-
-        Args:
-            steps: as of `step`.
+    def begin(self) -> list[Piece]:
+        """Give the device a step to do, and do not wait for it; `read` does, as long as the engine is `behind`.
 
         Returns:
             The ends of the answers that were cancelled.
@@ -310,35 +304,40 @@ class Engine:
             ConfigError: as of `step`.
         """
         pieces, self._ended = self._ended, []
+        before = len(self._calls)
         self._admit()
         most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
-        first, taken = [], 0
+        taken = 0
         while self._entering and (not taken or taken + self._chunk <= most):
-            first.append(self._prefilled())
-            taken += first[-1][0].tokens
-        decoding = [one for one in self._going if one.options.max_new_tokens > 1]
-        wanted = min(self.steps, steps or self.steps, _BETWEEN if self._entering else self.steps)
-        later = self._decoded(decoding, wanted) if decoding else None
-        self._under_way = _UnderWay(first, decoding, later)
+            taken += self._prefill()
+        decoding = [one for one in self._going if one.begun < one.options.max_new_tokens]
+        if decoding:
+            self._decode(decoding)
+        self._kept = min(1, len(self._calls) - before)
         return pieces
 
-    def first(self) -> list[Piece]:
-        """The first tokens of the answers whose prompts have come in with the step that was begun."""
-        pieces = []
-        for call, *arrays in self._under_way.first:
-            picked, told = jax.device_get(arrays)
-            if told is not None:
-                add_told(call, told)
-            pieces += self._pieces(call.ended, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)), first=True)
-        return pieces
+    @property
+    def behind(self) -> bool:
+        """Whether there are results to `read`, besides those of the step's last call."""
+        return len(self._calls) > self._kept
 
-    def rest(self) -> list[Piece]:
-        """The later tokens of the step that was begun."""
-        (_, decoding, later), self._under_way = self._under_way, _UnderWay([], [], None)
-        return [] if later is None else self._pieces(list(enumerate(decoding)), jax.device_get(later))
+    def read(self) -> list[Piece]:
+        """Wait for the oldest call whose results are not read: its tokens."""
+        call = self._calls.popleft()
+        if call.prompts is None:
+            return self._pieces(call.entries, jax.device_get(call.results))
+        picked, told = jax.device_get(call.results)
+        if told is not None:
+            add_told(call.prompts, told)
+        return self._pieces(call.entries, jax.tree.map(lambda leaf: leaf[None], Decoded(*picked)), first=True)
 
     def _admit(self) -> None:
-        """Give the answers that wait rows and pages, in the order in which they came."""
+        """Give the answers that wait rows and pages, in the order in which they came, once that is worth a call."""
+        ready = min(len(self._waiting), len(self._free))
+        self._idle += ready * self.steps
+        if self._idle < _IDLE * len(self._going):
+            return
+        self._idle = 0
         while self._waiting and self._free:
             choice = self._waiting[0]
             source = self._shared_with(choice)
@@ -362,36 +361,35 @@ class Engine:
     def _most_entries(self) -> int:
         return min(self.rows, ENTRIES)
 
-    def _prefilled(self) -> tuple[Call, Picked, Told | None]:
-        """Take in as many prompts as go together, or a piece of one.
-
-        Returns:
-            What came in; the first tokens of the entries whose prompts have ended; and what is told of the prompts.
-        """
+    def _prefill(self) -> int:
+        """Take in as many prompts as go together, or a piece of one; the number of its tokens."""
         call = next_call(self._entering, self._chunk, self._most_entries, packs=self._packs)
         prompts = self._arrays(call.entries, call.taken, _bucket(call.tokens, self._chunk))
         self._state, picked, told = self._call(prefill, prompts, packed=call.packed)
         for one, count in zip(call.entries, call.taken, strict=True):
             one.entered += count
         ended = [one for _, one in call.ended]
+        for one in ended:
+            one.begun = 1
         self._entering = [one for one in self._entering if one not in ended]
         self._going += ended
-        return call, picked, told if any(map(tells, call.entries)) else None
+        self._calls.append(_Call(call, call.ended, (picked, told if any(map(tells, call.entries)) else None)))
+        return call.tokens
 
     def _arrays(self, entries: list[Choice], taken: list[int], width: int) -> Prompts:
         sizes = Sizes(self.rows, self._most_entries, width, self._width, PAGE, self.model.config.vocab_size)
         return prompt_arrays(entries, taken, sizes)
 
-    def _decoded(self, choices: list[Choice], steps: int) -> Decoded:
-        """Up to `steps` tokens of some answers."""
+    def _decode(self, choices: list[Choice]) -> None:
+        """Generate `steps` tokens of some answers."""
         width = next(each for each in (*WIDTHS, self.rows) if each >= len(choices))
         width = min(width, self.rows)
         where = np.full(width, self.rows, np.int32)
         where[: len(choices)] = [one.row for one in choices]
-        ends = max(1, len(choices) // _ENDED) if self._waiting else len(choices)
-        least = np.int32(len(choices) - ends + 1)
-        self._state, decoded = self._call(decode, where, np.int32(steps), least, most=self.steps)
-        return decoded
+        self._state, decoded = self._call(decode, where, steps=self.steps)
+        for one in choices:
+            one.begun += self.steps
+        self._calls.append(_Call(None, list(enumerate(choices)), decoded))
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
         return program(self._decoder(), self._state, *arguments, **static)

@@ -6,6 +6,7 @@ the least to do, and all of them step at once.
 
 import concurrent.futures
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,6 @@ class Engines:
         self._requests: dict[int, tuple[int, int, int]] = {}  # of requests that have not ended, as the others
         self._numbers: dict[tuple[int, int], int] = {}
         self._answers: dict[int, int] = {}
-        self._working: list[int] = []  # devices that do a step
 
     @property
     def busy(self) -> bool:
@@ -146,44 +146,32 @@ class Engines:
         """Compile every program that requests may need, on all devices at once."""
         list(self._pool.map(Engine.warm_up, self.engines))
 
-    def run(self, steps: int | None = None) -> Iterator[Piece]:
-        """Step until all requests are answered.
-
-        Args:
-            steps: as of `Engine.step`.
-        """
+    def run(self) -> Iterator[Piece]:
+        """Step until all requests are answered."""
         while self.busy:
-            yield from self.step(steps)
+            yield from self.step()
 
-    def step(self, steps: int | None = None) -> list[Piece]:
-        """A step of every device that has something to do.
+    def step(self) -> list[Piece]:
+        """A step of every device that has something to do, as `Engine.step`."""
+        return self._of_each(Engine.step, [engine.busy for engine in self.engines])
 
-        Args:
-            steps: as of `Engine.step`.
-
-        Returns:
-            What came.
-        """
-        return [*self.begin(steps), *self.first(), *self.rest()]
-
-    def begin(self, steps: int | None = None) -> list[Piece]:
+    def begin(self) -> list[Piece]:
         """Begin a step of every device that has something to do, as `Engine.begin`."""
-        self._working = [place for place, engine in enumerate(self.engines) if engine.busy]
-        return self._of_each(lambda engine: engine.begin(steps))
+        return self._of_each(Engine.begin, [engine.busy for engine in self.engines])
 
-    def first(self) -> list[Piece]:
-        """First tokens of the step that was begun, as `Engine.first`."""
-        return self._of_each(Engine.first)
+    @property
+    def behind(self) -> bool:
+        """Whether a device has results to read, as `Engine.behind`."""
+        return any(engine.behind for engine in self.engines)
 
-    def rest(self) -> list[Piece]:
-        """Later tokens of the step that was begun, as `Engine.rest`."""
-        return self._of_each(Engine.rest)
+    def read(self) -> list[Piece]:
+        """The oldest results of every device that has some, as `Engine.read`."""
+        return self._of_each(Engine.read, [engine.behind for engine in self.engines])
 
-    def _of_each(self, part: Callable[[Engine], list[Piece]]) -> list[Piece]:
-        found = self._pool.map(lambda place: part(self.engines[place]), self._working)
-        return [
-            self._numbered(place, piece) for place, pieces in zip(self._working, found, strict=True) for piece in pieces
-        ]
+    def _of_each(self, part: Callable[[Engine], list[Piece]], chosen: Sequence[bool]) -> list[Piece]:
+        places = list(itertools.compress(range(len(self.engines)), chosen))
+        found = self._pool.map(lambda place: part(self.engines[place]), places)
+        return [self._numbered(place, piece) for place, pieces in zip(places, found, strict=True) for piece in pieces]
 
     def _numbered(self, place: int, piece: Piece) -> Piece:
         number = self._numbers[place, piece.request]

@@ -14,7 +14,7 @@ from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
 from fastjax.generation import text
-from fastjax.generation.answers import READ, GrowingAnswer, grown
+from fastjax.generation.answers import GrowingAnswer, grown
 from fastjax.generation.engines import AnyEngine
 from fastjax.generation.prompts import Prompt, Reading, encode_prompts
 from fastjax.generation.stops import stop_tokens
@@ -198,7 +198,7 @@ def _generated(
 ) -> list[GrowingAnswer]:
     """The answers once they have ended; a streamer gets each token on the way, in the kind of ids that were given."""
     told = 0
-    with contextlib.closing(grown(engine, asked, None if streamer is None else READ)) as growing:
+    with contextlib.closing(grown(engine, asked)) as growing:
         for one, _ in growing:
             if streamer is not None:
                 new = [*one.token_ids[told:], *([one.stop] if isinstance(one.stop, int) else [])]

@@ -25,6 +25,8 @@ MAX_STOPS = 16
 """Stop tokens, and stop strings."""
 MAX_LIKELIEST = 20
 """Alternatives beside a chosen token."""
+STEPS = 4
+"""Tokens of an answer that come at a time; 8 and 16 are no faster (docs/lab/generation.md)."""
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 Penalty = Annotated[float, Interval(ge=-2, le=2)]

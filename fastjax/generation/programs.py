@@ -4,6 +4,8 @@ Nothing that differs from request to request is static, so each is compiled once
 """
 
 import functools
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,18 @@ from fastjax.quantization.weights import decoded_scales
 
 #: Tokens of prompts whose logits are computed at once.
 _BLOCK = 256
+#: What XLA makes CUDA graphs of: its default, and loops and conditions, for whose outcome the host would wait at each
+#: turn, so that a call came back when the device had ended it. An `XLA_FLAGS` that says it is left alone.
+_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+
+
+def _program(function: Callable[..., Any], *, static_argnames: tuple[str, ...]) -> Any:
+    """Jit a function that uses its state up and returns before the device has ended it."""
+    given = any(name in os.environ.get("XLA_FLAGS", "") for name in _GRAPHS)
+    options = None if given else _GRAPHS
+    return jax.jit(function, static_argnames=static_argnames, donate_argnames=("state",), compiler_options=options)
 
 
 class Decoded(NamedTuple):
@@ -39,7 +53,7 @@ class Decoded(NamedTuple):
     likeliest: Float[Array, "K W A"]
 
 
-@functools.partial(jax.jit, static_argnames=("packed",), donate_argnames=("state",))
+@functools.partial(_program, static_argnames=("packed",))
 def prefill(
     decoder: BoundDecoder, state: EngineState, prompts: Prompts, *, packed: bool
 ) -> tuple[EngineState, Picked, Told]:
@@ -118,25 +132,17 @@ def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -
     return state._replace(rows=_rows_set(rows, _answered(mine, picked.tokens), where)), picked
 
 
-@functools.partial(jax.jit, static_argnames=("most",), donate_argnames=("state",))
+@functools.partial(_program, static_argnames=("steps",))
 def decode(
-    decoder: BoundDecoder,
-    state: EngineState,
-    where: Int[Array, "W"],
-    steps: Int[Array, ""],
-    least: Int[Array, ""],
-    *,
-    most: int,
+    decoder: BoundDecoder, state: EngineState, where: Int[Array, "W"], *, steps: int
 ) -> tuple[EngineState, Decoded]:
-    """Generate tokens of some rows, until so many have come or enough rows have ended.
+    """Generate tokens of some rows, until so many have come or all have ended.
 
     Args:
         decoder: the model.
         state: of the rows; it is used up.
         where: the rows; R: none.
-        steps: tokens of each row.
-        least: rows, at least one; the call ends as soon as fewer of them go on.
-        most: K, the most that `steps` may be.
+        steps: K, tokens of each row.
 
     Returns:
         The state and the tokens.
@@ -149,7 +155,7 @@ def decode(
 
     def going(carry: Any) -> Array:
         number, rows, *_ = carry
-        return (number < steps) & (jnp.sum(rows.going) >= least)
+        return (number < steps) & jnp.any(rows.going)
 
     def body(carry: Any) -> Any:
         number, rows, layers, out = carry
@@ -176,7 +182,7 @@ def decode(
 
     rows = _rows_at(state.rows, where)
     shapes = jax.eval_shape(pick, *_pick_shapes(model, rows, width))
-    out = Decoded(*(jnp.full((most, *leaf.shape), -1, leaf.dtype) for leaf in shapes))
+    out = Decoded(*(jnp.full((steps, *leaf.shape), -1, leaf.dtype) for leaf in shapes))
     carry = (jnp.int32(0), rows, layers, out)
     _, rows, layers, out = jax.lax.while_loop(going, body, carry)
     return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out

@@ -11,7 +11,7 @@ from convert.errors import shown
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError
 from fastjax.execution.language_model import LanguageModel
-from fastjax.generation.answers import READ, Answer, GrowingAnswer, grown
+from fastjax.generation.answers import Answer, GrowingAnswer, grown
 from fastjax.generation.engines import AnyEngine
 from fastjax.generation.fitting import engine_for
 from fastjax.generation.options import GenerationOptions
@@ -188,7 +188,7 @@ def stream(
 
 
 def _pieces(engine: AnyEngine, asked: dict[int, list[GrowingAnswer]]) -> Iterator[str]:
-    with contextlib.closing(grown(engine, asked, READ)) as growing:
+    with contextlib.closing(grown(engine, asked)) as growing:
         for _, text in growing:
             if text:
                 yield text

@@ -1,8 +1,8 @@
 """The thread that owns an engine: requests go in, pieces of their answers come out on the event loop that asked.
 
 The thread does no more than the engine needs. Text, JSON and sockets are the event loop's, which works while the device
-computes: the first tokens of answers are handed over at once, later ones when the next step has begun, so that the two
-threads do not contend while the device waits. What the engine is told (cancel, adapters) is told between two steps.
+computes: it has a step to do while the tokens of the one before are read and handed over. What the engine is told
+(cancel, adapters) is told between two steps.
 """
 
 import asyncio
@@ -24,9 +24,6 @@ from fastjax.serving.metrics import Metrics
 _LOG = logging.getLogger("fastjax.serving")
 
 T = TypeVar("T")
-
-#: Tokens of each answer in a step in which prompts have come in.
-_SHORT = 1
 
 
 class QueueFull(Exception):
@@ -161,18 +158,17 @@ class Worker:
         failed: whether the engine has failed, so that nothing can be answered any more.
     """
 
-    def __init__(self, engine: AnyEngine, model: LanguageModel, *, queue: int = 256, steps: int | None = None):
+    def __init__(self, engine: AnyEngine, model: LanguageModel, *, queue: int = 256):
         """Begin the thread.
 
         Args:
             engine: that nobody else uses.
             model: the engine's.
             queue: answers that may wait beside those that have rows.
-            steps: tokens of an answer at a time; None: the engine's.
         """
         self.model, self.metrics = model, Metrics()
         self.draining = self.failed = False
-        self._engine, self._steps = engine, steps
+        self._engine = engine
         self.rows = sum(one.rows for one in engine.engines) if isinstance(engine, Engines) else engine.rows
         one = engine.engines[0] if isinstance(engine, Engines) else engine
         self.max_length = one.max_length
@@ -182,7 +178,6 @@ class Worker:
         self._told: collections.deque[Callable[[], None]] = collections.deque()
         self._condition = threading.Condition()
         self._ending = self._over = False
-        self._entered = False
         self._came: list[Piece] = []  # that nobody was given yet
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -319,17 +314,15 @@ class Worker:
         return True
 
     def _step(self) -> None:
-        """A step of the engine; one in which prompts come in is short, so that others come in soon."""
-        if self._engine.busy:
-            steps, self._entered = _SHORT if self._entered else self._steps, False
-            self._came += self._engine.begin(steps)
-            self._hand_over()
-            self._came += self._engine.first()
-            self._hand_over()
-            self._came += self._engine.rest()
-            self.metrics.stepped(time.perf_counter())
+        """Begin a step of the engine, and hand over what has come before it and in it."""
         if not self._engine.busy:
+            return
+        self._came += self._engine.begin()
+        self._hand_over()
+        while self._engine.behind:
+            self._came += self._engine.read()
             self._hand_over()
+        self.metrics.stepped(time.perf_counter())
 
     def _hand_over(self) -> None:
         """Give what has come to those who wait for it, with one call of their event loop."""
@@ -381,7 +374,6 @@ class Worker:
             return
         self._tickets |= {number: (ticket, place) for place, number in enumerate(ticket.numbers)}
         self.metrics.prompt += sum(len(one.prompt) for one in ticket.wanted)
-        self._entered = True
         ticket.send()
 
     def _fail(self) -> None:

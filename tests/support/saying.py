@@ -66,13 +66,11 @@ class Watched(Engine):
     Attributes:
         asked: (prompt, options) of each request.
         cancelled: (request, choice) that were cancelled.
-        wanted: the tokens at a time that the last `run` asked for.
-        most: tokens at a time in place of its own.
     """
 
-    def __init__(self, model, most):
-        super().__init__(model, rows=8, tokens=2048)
-        self.most, self.asked, self.cancelled, self.wanted = most, [], [], None
+    def __init__(self, model, steps):
+        super().__init__(model, rows=8, tokens=2048, steps=steps)
+        self.asked, self.cancelled = [], []
 
     def add(self, prompt, options=None, *, adapter=None):
         number = super().add(prompt, options, adapter=adapter)
@@ -83,17 +81,13 @@ class Watched(Engine):
         self.cancelled.append((request, choice))
         super().cancel(request, choice)
 
-    def run(self, steps=None):
-        self.wanted = steps
-        yield from super().run(min(steps or self.most, self.most))
 
-
-def watch(monkeypatch, most=3):
+def watch(monkeypatch, steps=3):
     """Let every engine be one that keeps what it is asked; returns the list of those that are made."""
     engines = []
 
     def engine_for(model, lengths, new_tokens, adapters):
-        engines.append(Watched(model, most))
+        engines.append(Watched(model, steps))
         return engines[-1]
 
     monkeypatch.setattr(text, "engine_for", engine_for)

@@ -87,6 +87,7 @@ class Scripted:
         self.free = threading.Event()
         self.free.set()
         self.going, self._ended, self._numbers, self._options = {}, [], 0, {}
+        self.behind = False
 
     def model(self):
         config = types.SimpleNamespace(vocab_size=len(self.tokenizer))
@@ -110,13 +111,12 @@ class Scripted:
                 del self.going[key]
                 self._ended.append(Piece(*key, finish_reason="cancelled"))
 
-    def begin(self, steps=None):
+    def begin(self):
+        self.behind = True
         return []
 
-    def first(self):
-        return []
-
-    def rest(self):
+    def read(self):
+        self.behind = False
         assert self.free.wait(60)
         time.sleep(0.002)  # as a device would take, in which the event loop works
         if self.broken:

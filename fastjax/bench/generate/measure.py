@@ -23,6 +23,7 @@ from fastjax.bench.generate.steady import SteadyRows, prefill_seconds
 from fastjax.bench.timing import Row
 from fastjax.errors import TrainingError
 from fastjax.generation.engine import Engine
+from fastjax.generation.options import STEPS
 from fastjax.language_model import LanguageModel
 from fastjax.models.caching import PAGE
 from fastjax.planning.cache import pages_that_fit
@@ -154,8 +155,7 @@ class _Bench:
 
     def _engine(self, rows: int, length: int, cache: str | None, tokens: int | None = None) -> Engine:
         """An engine with room for rows of a length; or for `tokens` of all rows."""
-        steps = self._settings.steps
-        return Engine(self._model, rows=rows, tokens=tokens, max_length=length, cache_dtype=cache, steps=steps)
+        return Engine(self._model, rows=rows, tokens=tokens, max_length=length, cache_dtype=cache)
 
     def _room(self, rows: int, length: int, cache: str | None) -> int | None:
         """Tokens that the cache may hold where rows of a length are too many; None: they are not, or nobody knows."""
@@ -180,6 +180,6 @@ class _Bench:
         name = f"{rows}-r{self._model.lora.r if self._model.lora else 0}-{options.layer_loop}-{cache or 'cache'}"
         folder = self._profile / name
         with jax.profiler.trace(str(folder)):
-            traced = answers.decode(2 * self._settings.steps)
+            traced = answers.decode(4 * STEPS)
         found: Any = kinds_of(folder, traced.steps)
         return None if found is None else {"kernels": found.kernels, "busy_seconds": found.busy, "kinds": found.kinds}

@@ -18,6 +18,7 @@ from fastjax.bench.generate.settings import GenerateSettings
 from fastjax.bench.peer_models import ENVIRONMENT
 from fastjax.bench.step.build import adapted_modules
 from fastjax.bench.timing import Row
+from fastjax.generation.options import STEPS
 
 #: Tokens of the prompts and answers that warm up.
 _WARM = 32, 4
@@ -133,7 +134,7 @@ def _decoded(model: Any, settings: GenerateSettings, rows: int) -> Row:
     _continued(model, settings.hf_config["vocab_size"], rows, *_WARM)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    prompt, new = settings.prompt + settings.steps, settings.new
+    prompt, new = settings.prompt + STEPS, settings.new
     seconds, prefill = _continued(model, settings.hf_config["vocab_size"], rows, prompt, new)
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

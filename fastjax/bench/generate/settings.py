@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastjax.bench.options import DTYPES, option
 from fastjax.bench.presets import PRESETS, preset_config
 from fastjax.errors import ConfigError
+from fastjax.generation.options import STEPS
 
 if TYPE_CHECKING:
     from fastjax.execution.options import LoadOptions
@@ -43,7 +44,6 @@ class GenerateSettings:
         ("unroll",), "of the layers, scan or unroll; a case for each", choices=("scan", "unroll")
     )
     dtype: str | None = option(None, "of the computation; nothing: by the device", choices=DTYPES)
-    steps: int = option(64, "tokens that the device decodes in one call")
     prefill: str = option("8x1024", "prompts and their tokens", type=_prompts, metavar="NxM")
     requests: int = option(512, "of different lengths, with the most rows; uniform within --prompts and --answers")
     prompts: tuple[int, int] = option((32, 2048), "fewest and most tokens of their prompts", nargs=2)
@@ -72,8 +72,8 @@ class GenerateSettings:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompts before the steady decoding, which begins with the engine's second call."""
-        return max(1, self.context - self.new // 2 - self.steps)
+        """Tokens of the prompts before the steady decoding, which begins with the second call of it."""
+        return max(1, self.context - self.new // 2 - STEPS)
 
     @property
     def prefilled(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class GenerateSettings:
     @property
     def budget(self) -> int:
         """The most tokens of an answer of the steady decoding: some come before those that are timed, some after."""
-        return self.new + 8 * self.steps
+        return self.new + 8 * STEPS
 
     @property
     def caches(self) -> tuple[str | None, ...]:

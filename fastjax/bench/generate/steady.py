@@ -36,7 +36,7 @@ class SteadyRows:
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], budget: int):
-        """Begin the answers: prefill the prompts until each has a token.
+        """Begin the answers: until each has later tokens than its first, so that its next ones are under way.
 
         Args:
             engine: with room for all of them at once.
@@ -49,7 +49,7 @@ class SteadyRows:
         self._engine, self._prompt = engine, len(prompts[0])
         options = GenerationOptions(max_new_tokens=budget)
         self.answered = {engine.add(prompt, options): 0 for prompt in prompts}
-        while not all(self.answered.values()):
+        while min(self.answered.values()) < 2:
             self._step()
 
     def decode(self, new: int) -> Decoded:

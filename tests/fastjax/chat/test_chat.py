@@ -231,7 +231,7 @@ def test_the_speed_is_that_of_the_tokens_behind_the_first_step(monkeypatch):
     reply = GrowingAnswer([5] * 3)
     reply.deltas = list
     engine = types.SimpleNamespace(max_length=99)
-    engine.step = lambda steps: [Piece(1, 0, (7,)), Piece(1, 0, (7,) * 4)]
+    engine.step = lambda: [Piece(1, 0, (7,)), Piece(1, 0, (7,) * 4)]
     asked = voices.Asked(Voice("tuned"), engine, 1, reply)
     asked.step()
     assert asked.status() == "tuned · 5 tokens · first after 1.00 s · 8 of 99 used"

@@ -72,8 +72,8 @@ def test_an_answer_is_printed_as_it_comes(engines, monkeypatch, capsys):
 def test_ctrl_c_leaves_what_is_printed_and_ends_the_rows(engines, monkeypatch, capsys):
     run = saying.Watched.run
 
-    def interrupted(engine, steps=None):
-        for count, piece in enumerate(run(engine, steps)):
+    def interrupted(engine):
+        for count, piece in enumerate(run(engine)):
             if count == 6:
                 raise KeyboardInterrupt
             yield piece

@@ -12,7 +12,6 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from fastjax.errors import ConfigError
 from fastjax.generation import face
-from fastjax.generation.answers import READ
 from tests.support import saying
 from tests.support import tokenizers as made
 
@@ -120,7 +119,6 @@ def test_a_streamer_gets_the_prompt_and_each_token(engines, capsys):
     )
     face.generate(model(), np.asarray([[PAD, 40]]), streamer=streamer)
     assert calls == [((1, 2), [[PAD, 40]]), *[((1,), [token]) for token in (41, 42, 43, END)], "end"]
-    assert engines[-1].wanted == READ
     face.generate(model(), [" the"], chat=False, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
     assert capsys.readouterr().out == " answer is<|im_end|>\n"
     pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, skip_special_tokens=True)

@@ -169,16 +169,17 @@ def test_log_probabilities_are_the_models_own_in_every_place(settings, engine):
     assert found[1][0][2] == () and not {*settings.get("logit_bias", {})} - {9} & {*tokens}
 
 
-def test_a_call_ends_early_for_those_that_wait():
-    """A row that ends gives its place to the next request after its last token, not after all tokens of a call."""
-    engine = Engine(model(), rows=2, max_length=64)
-    short, long = GenerationOptions(max_new_tokens=3), GenerationOptions(max_new_tokens=40)
-    requests = [engine.add(prompt(5, seed), each) for seed, each in enumerate((long, short, short))]
-    came = []
-    while engine.busy:
-        pieces = engine.step()
-        came.append([sum(len(piece.tokens) for piece in pieces if piece.request == number) for number in requests])
-    assert came == [[3, 3, 0], [37, 0, 3]]
+@pytest.mark.parametrize(("going", "waiting", "calls"), [(0, 1, 1), (2, 1, 1), (6, 1, 3), (6, 2, 2), (5, 3, 1)])
+def test_prompts_wait_until_they_are_worth_that_the_others_stand_still(going, waiting, calls):
+    """Free rows that a prompt waits for stand idle, and those that go on do while it comes in."""
+    engine = Engine(model(), rows=8, max_length=64, steps=1)
+    for seed in range(going):
+        engine.add(prompt(5, seed), GenerationOptions(max_new_tokens=40))
+    engine.step()
+    numbers = [engine.add(prompt(5, seed), GenerationOptions(max_new_tokens=2)) for seed in range(waiting)]
+    steps = [{piece.request for piece in engine.step()} for _ in range(calls)]
+    assert [bool(each & {*numbers}) for each in steps] == [False] * (calls - 1) + [True]
+    assert steps[-1] >= {*numbers}
 
 
 def scored(engine, requests):
@@ -266,7 +267,7 @@ def test_a_long_prompt_holds_up_no_row_and_changes_no_answer(chunk, monkeypatch)
     came = [{number: [p for p in step if p.request == number] for number in numbers} for step in steps]
     counts = [[sum(len(piece.tokens) for piece in step[number]) for step in came] for number in numbers]
     pieces = -(-110 // chunk)
-    assert counts[0][:10] == [5, *[4] * 8, 3] and counts[1][: pieces + 2] == [0] * pieces + [5, 3]
+    assert counts[0][:11] == [1, *[4] * 9, 3] and counts[1][: pieces + 3] == [0] * pieces + [1, 4, 3]
     begins = [next(place for place, count in enumerate(each) if count) for each in counts[2:]]
     assert begins == [pieces + 1 + place // (chunk // 15) for place in range(3)]
     for number, (tokens, _) in zip(numbers, requests, strict=True):

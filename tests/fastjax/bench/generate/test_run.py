@@ -13,7 +13,7 @@ from fastjax.cli import main
 from fastjax.errors import TrainingError
 
 GIB = 2**30
-SIZE = ["--preset", "tiny", "--rows", "2", "--r", "4", "--context", "12", "--new", "4", "--steps", "2"]
+SIZE = ["--preset", "tiny", "--rows", "2", "--r", "4", "--context", "12", "--new", "4"]
 REQUESTS = ["--requests", "4", "--prompts", "3", "9", "--answers", "2", "5", "--prefill", "2x8"]
 
 
