@@ -136,13 +136,13 @@ def _picked(model: Decoder, ends: Array, state: EngineState, prompts: Prompts) -
 def decode(
     decoder: BoundDecoder, state: EngineState, where: Int[Array, "W"], *, steps: int
 ) -> tuple[EngineState, Decoded]:
-    """Generate tokens of some rows, until so many have come or all have ended.
+    """Generate tokens of some rows.
 
     Args:
         decoder: the model.
         state: of the rows; it is used up.
         where: the rows; R: none.
-        steps: K, tokens of each row.
+        steps: K, tokens of each row; a number that the device does not ask for, as it would for an end of all rows.
 
     Returns:
         The state and the tokens.
@@ -150,15 +150,10 @@ def decode(
     # Nested scales are decoded here, once, and not in each step.
     trainable, frozen = decoder.trees
     model, page = nnx.merge(decoder.graphdef, trainable, decoded_scales(frozen)), _page(state.layers)
-    width = where.shape[0]
     layers = _taken(state.layers, where)
 
-    def going(carry: Any) -> Array:
-        number, rows, *_ = carry
-        return (number < steps) & jnp.any(rows.going)
-
-    def body(carry: Any) -> Any:
-        number, rows, layers, out = carry
+    def body(number: Array, carry: Any) -> Any:
+        rows, layers, out = carry
         lengths = jnp.where(rows.going, rows.lengths + 1, 0)
         own = jnp.take_along_axis(rows.table, (rows.lengths // page)[:, None], axis=1)
         slots = Slots(
@@ -178,24 +173,20 @@ def decode(
         told = picked._replace(tokens=jnp.where(rows.going, picked.tokens, -1))
         out = jax.tree.map(lambda all, one: all.at[number].set(one), out, Decoded(*told))
         rows = rows._replace(lengths=jnp.where(rows.going, rows.lengths + 1, rows.lengths))
-        return number + 1, _answered(rows, picked.tokens), layers, out
+        return _answered(rows, picked.tokens), layers, out
 
     rows = _rows_at(state.rows, where)
-    shapes = jax.eval_shape(pick, *_pick_shapes(model, rows, width))
-    out = Decoded(*(jnp.full((steps, *leaf.shape), -1, leaf.dtype) for leaf in shapes))
-    carry = (jnp.int32(0), rows, layers, out)
-    _, rows, layers, out = jax.lax.while_loop(going, body, carry)
+    logits = jax.ShapeDtypeStruct((len(where), model.config.vocab_size), jnp.float32)
+    shapes = jax.eval_shape(pick, logits, rows.sampling, rows.seen, rows.answered)
+    # A loop like this, not a scan with outputs, becomes one graph.
+    out = Decoded(*(jnp.zeros((steps, *leaf.shape), leaf.dtype) for leaf in shapes))
+    rows, layers, out = jax.lax.fori_loop(0, steps, body, (rows, layers, out))
     return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out
 
 
 def _where_going(going: Bool[Array, "W"], setting: Array) -> Array:
     """A setting of the rows that go on, and zeros of the others, which ask for nothing."""
     return jnp.where(going.reshape(-1, *[1] * (setting.ndim - 1)), setting, 0)
-
-
-def _pick_shapes(model: Decoder, rows: Rows, width: int) -> tuple[Any, ...]:
-    logits = jax.ShapeDtypeStruct((width, model.config.vocab_size), jnp.float32)
-    return logits, rows.sampling, rows.seen, rows.answered
 
 
 def _answered(rows: Rows, tokens: Int[Array, "W"]) -> Rows:

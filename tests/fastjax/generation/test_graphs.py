@@ -1,21 +1,21 @@
-"""On a GPU the loops and conditions of generation are in CUDA graphs: the answers are alike, and the host is free."""
+"""On a GPU the loops and conditions of generation are in CUDA graphs: answers are alike, the host is free meanwhile."""
 
 import functools
-import time
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from fastjax.generation import engine as engine_module
+from fastjax.generation.bound import BoundDecoder
 from fastjax.generation.engine import Engine
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.programs import decode, prefill
 from tests.support import tiny
+from tests.support.aot import AOT, QUICK_CODE, needs_cuda_plugin
 
-pytestmark = pytest.mark.gpu
-
-CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "max_position_embeddings": 2048}
+CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3}
 #: Each way through the picking of tokens: greedy, by chance, filters, penalties, biases, and what is told.
 SETTINGS = (
     {},
@@ -33,8 +33,8 @@ SETTINGS = (
 
 
 @functools.cache
-def model():
-    return tiny.model(tiny.shared_folder(**CHANGES), tiny.config(**CHANGES), dtype="float32")
+def model(**options):
+    return tiny.model(tiny.shared_folder(**CHANGES), tiny.config(**CHANGES), **options)
 
 
 def answers(engine):
@@ -50,6 +50,7 @@ def answers(engine):
     return found
 
 
+@pytest.mark.gpu
 def test_answers_are_those_without_graphs(monkeypatch):
     graphs = answers(Engine(model(), rows=8, max_length=96))
     for name, program, static in (("decode", decode, "steps"), ("prefill", prefill, "packed")):
@@ -58,16 +59,34 @@ def test_answers_are_those_without_graphs(monkeypatch):
     assert graphs == answers(Engine(model(), rows=8, max_length=96)) and sum(map(len, graphs.values())) > 200
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_call_comes_back_before_the_device_has_ended_it(temperature):
-    """Without graphs the host waits at each turn of the loop, and at each condition."""
-    engine = Engine(model(), rows=8, max_length=1600, steps=1500)
-    for _ in range(2):  # the first time it compiles
-        for number in range(8):
-            engine.add([number] * 9, GenerationOptions(max_new_tokens=1500, temperature=temperature, seed=number))
-        start = time.perf_counter()
-        engine.begin()
-        begun = time.perf_counter() - start
-        assert sum(len(piece.tokens) for piece in engine.run()) == 8 * 1500
-        whole = time.perf_counter() - start
-    assert begun < whole / 2
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.exhaustive("scan-decode")
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_the_host_is_asked_for_nothing(loop, name, tmp_path):
+    """Outside of graphs there are only loops of a known number of turns: over tokens, and over scanned layers."""
+    aot, engine = AOT(), Engine(model(load_in_4bit=True, dtype="bfloat16", layer_loop=loop), rows=8, max_length=96)
+    given = np.zeros(8, np.int32) if name == "decode" else engine._arrays([], [], 64)
+    arguments = jax.eval_shape(lambda: (BoundDecoder.of(engine.model), engine._state, given))
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, **QUICK_CODE}
+    with aot.tracing():
+        specs = jax.tree.map(lambda leaf: aot.spec(leaf.shape, leaf.dtype), arguments)
+        program, static = {"decode": (decode, {"steps": 5}), "prefill": (prefill, {"packed": True})}[name]
+        text = program.trace(*specs, **static).lower().compile(compiler_options=options).as_text()
+    [dump] = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    turns = [3] * (loop == "scan")
+    turns += [5] * (name == "decode" and loop == "scan")
+    assert outside_graphs(dump.read_text()).count("kWhile") == len(turns)
+    assert {*turns} <= {int(count) for count in re.findall(r'"known_trip_count":{"n":"(\d+)"', text)}
+    assert "kConditional" not in outside_graphs(dump.read_text()) and "kConditional" in dump.read_text()
+
+
+def outside_graphs(thunks):
+    """The kinds of what the host starts by itself."""
+    kinds, graph = [], None
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", thunks, re.MULTILINE):
+        if graph is None or len(indent) <= graph:
+            graph = len(indent) if kind == "kCommandBuffer" else None
+            kinds.append(kind)
+    return kinds
