@@ -169,6 +169,7 @@ def test_several_devices_answer_as_one():
             Engines(model(), twice)
 
 
+@pytest.mark.exhaustive(by="test_several_devices_answer_as_one")
 def test_a_model_on_all_devices_answers_on_all_of_them():
     """And one whose arrays are split over them answers as well."""
     mesh = make_mesh(fsdp=2)

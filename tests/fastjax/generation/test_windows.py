@@ -40,6 +40,7 @@ def model(folder, family):
     return tiny.model(folder, {**config, "layer_types": layers, "num_hidden_layers": len(layers)}, max_seq_length=64)
 
 
+@pytest.mark.exhaustive("gpt_oss", "qwen3_5_text")
 @pytest.mark.parametrize("family", STATES)
 def test_answers_beyond_the_window(family, tmp_path):
     """Prompts shorter than the window, longer than the ring, and of two pieces; shared ones, in rows used before."""
