@@ -37,8 +37,8 @@ CHUNK, LEAST, ENTRIES = 8192, 32, 64
 #: Numbers of rows for which the decoding program is compiled.
 WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Prompts come in once the rows that wait for them have stood idle for as many tokens as this part of those that go on,
-#: which stand still meanwhile: about two tokens' time, however few prompts there are.
-_IDLE = 0.5
+#: which stand still meanwhile: about two tokens' time, however few prompts there are. The most steps that one waits so.
+_IDLE, _WAIT = 0.5, 4
 
 
 class _Call(NamedTuple):
@@ -132,7 +132,7 @@ class Engine:
         self._ended: list[Piece] = []
         self._calls: collections.deque[_Call] = collections.deque()  # the oldest first
         self._kept = 0  # of those, how many wait for the next step
-        self._idle = 0  # tokens that rows have not generated while prompts waited
+        self._idle: list[int] = []  # rows that stood idle in each step since prompts came in
         self._numbers = 0
         self._bound: tuple[LanguageModel, BoundDecoder] | None = None
 
@@ -303,7 +303,6 @@ class Engine:
         Raises:
             ConfigError: as of `step`.
         """
-        pieces, self._ended = self._ended, []
         before = len(self._calls)
         self._admit()
         most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
@@ -314,6 +313,7 @@ class Engine:
         if decoding:
             self._decode(decoding)
         self._kept = min(1, len(self._calls) - before)
+        pieces, self._ended = self._ended, []
         return pieces
 
     @property
@@ -334,10 +334,9 @@ class Engine:
     def _admit(self) -> None:
         """Give the answers that wait rows and pages, in the order in which they came, once that is worth a call."""
         ready = min(len(self._waiting), len(self._free))
-        self._idle += ready * self.steps
-        if self._idle < _IDLE * len(self._going):
+        self._idle += [ready] * (ready > 0)
+        if self.steps * sum(self._idle) < _IDLE * len(self._going) and len(self._idle) < _WAIT:
             return
-        self._idle = 0
         while self._waiting and self._free:
             choice = self._waiting[0]
             source = self._shared_with(choice)
@@ -346,6 +345,7 @@ class Engine:
             if needed > self._pages.free:
                 return
             self._waiting.popleft()
+            self._idle = []
             choice.row, choice.source = self._free.pop(), source
             shared = [] if source is None else source.pages[:whole]
             self._pages.share(shared)

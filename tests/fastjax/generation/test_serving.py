@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from fastjax.generation import engine as engine_module
 from fastjax.generation import face, text
 from fastjax.generation.engine import Engine
 from fastjax.generation.options import GenerationOptions
+from fastjax.parallel import make_mesh
 from tests.support import tiny
 from tests.support.generation import whole_logits, whole_passes
 from tests.support.sampling import distribution
@@ -180,6 +182,34 @@ def test_prompts_wait_until_they_are_worth_that_the_others_stand_still(going, wa
     steps = [{piece.request for piece in engine.step()} for _ in range(calls)]
     assert [bool(each & {*numbers}) for each in steps] == [False] * (calls - 1) + [True]
     assert steps[-1] >= {*numbers}
+
+
+def test_a_prompt_waits_four_steps_and_no_more(monkeypatch):
+    """However many go on; and one that finds no pages comes in as soon as there are some."""
+    monkeypatch.setattr(engine_module, "_IDLE", 100)
+    engine = Engine(model(), rows=4, tokens=6 * 16, max_length=64, steps=1)
+    long = engine.add(prompt(5), GenerationOptions(max_new_tokens=40))  # three of six pages
+    engine.step()
+    late = engine.add(prompt(5, 1), GenerationOptions(max_new_tokens=2))
+    whole = engine.add(prompt(30, 2), GenerationOptions(max_new_tokens=30))  # four, which are there when the first ends
+    came = []
+    while engine.busy:
+        came.append({piece.request for piece in engine.step()})
+    assert [late in each for each in came[:5]] == [False, False, False, True, True]
+    [end] = [place for place, each in enumerate(came) if long in each][-1:]
+    assert [place for place, each in enumerate(came) if whole in each][0] == end + 1
+
+
+def test_an_end_is_told_behind_an_error():
+    """The step after a cancelled answer is refused, and the next one tells its end."""
+    engine = Engine(model(), rows=4, max_length=64)
+    engine.add(prompt(5), GenerationOptions(max_new_tokens=9))
+    number = engine.add(prompt(5, 1), GenerationOptions(max_new_tokens=9))
+    engine.step()
+    engine.cancel(number)
+    with jax.set_mesh(make_mesh(fsdp=2)), pytest.raises(ConfigError, match="no mesh of several devices"):
+        engine.step()
+    assert [piece.finish_reason for piece in engine.run() if piece.request == number] == ["cancelled"]
 
 
 def scored(engine, requests):
