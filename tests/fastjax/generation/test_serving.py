@@ -187,8 +187,8 @@ def test_prompts_wait_until_they_are_worth_that_the_others_stand_still(going, wa
 def test_a_prompt_waits_four_steps_and_no_more(monkeypatch):
     """However many go on; and one that finds no pages comes in as soon as there are some."""
     monkeypatch.setattr(engine_module, "_IDLE", 100)
-    engine = Engine(model(), rows=4, tokens=6 * 16, max_length=64, steps=1)
-    long = engine.add(prompt(5), GenerationOptions(max_new_tokens=40))  # three of six pages
+    engine = Engine(model(), rows=4, tokens=8 * 16, max_length=64, steps=1)
+    long, _ = (engine.add(prompt(5), GenerationOptions(max_new_tokens=new)) for new in (41, 58))  # seven of eight pages
     engine.step()
     late = engine.add(prompt(5, 1), GenerationOptions(max_new_tokens=2))
     whole = engine.add(prompt(30, 2), GenerationOptions(max_new_tokens=30))  # four, which are there when the first ends
