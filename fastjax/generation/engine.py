@@ -41,7 +41,7 @@ WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 _IDLE, _WAIT = 0.5, 4
 
 
-class _Call(NamedTuple):
+class _Unread(NamedTuple):
     """A call of a program whose results are not read yet.
 
     Attributes:
@@ -130,7 +130,7 @@ class Engine:
         self._entering: list[Choice] = []
         self._going: list[Choice] = []
         self._ended: list[Piece] = []
-        self._calls: collections.deque[_Call] = collections.deque()  # the oldest first
+        self._unread: collections.deque[_Unread] = collections.deque()  # the oldest first
         self._kept = 0  # of those, how many wait for the next step
         self._idle: list[int] = []  # rows that stood idle in each step since prompts came in
         self._numbers = 0
@@ -148,7 +148,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether an answer is waited for."""
-        return bool(self._waiting or self._entering or self._going or self._ended or self._calls)
+        return bool(self._waiting or self._entering or self._going or self._ended or self._unread)
 
     @property
     def cache(self) -> tuple[int, int]:
@@ -303,7 +303,7 @@ class Engine:
         Raises:
             ConfigError: as of `step`.
         """
-        before = len(self._calls)
+        before = len(self._unread)
         self._admit()
         most = self.prefill_tokens or (2 * CHUNK if self._going else math.inf)
         taken = 0
@@ -312,18 +312,18 @@ class Engine:
         decoding = [one for one in self._going if one.begun < one.options.max_new_tokens]
         if decoding:
             self._decode(decoding)
-        self._kept = min(1, len(self._calls) - before)
+        self._kept = min(1, len(self._unread) - before)
         pieces, self._ended = self._ended, []
         return pieces
 
     @property
     def behind(self) -> bool:
         """Whether there are results to `read`, besides those of the step's last call."""
-        return len(self._calls) > self._kept
+        return len(self._unread) > self._kept
 
     def read(self) -> list[Piece]:
         """Wait for the oldest call whose results are not read: its tokens."""
-        call = self._calls.popleft()
+        call = self._unread.popleft()
         if call.prompts is None:
             return self._pieces(call.entries, jax.device_get(call.results))
         picked, told = jax.device_get(call.results)
@@ -373,7 +373,7 @@ class Engine:
             one.begun = 1
         self._entering = [one for one in self._entering if one not in ended]
         self._going += ended
-        self._calls.append(_Call(call, call.ended, (picked, told if any(map(tells, call.entries)) else None)))
+        self._unread.append(_Unread(call, call.ended, (picked, told if any(map(tells, call.entries)) else None)))
         return call.tokens
 
     def _arrays(self, entries: list[Choice], taken: list[int], width: int) -> Prompts:
@@ -389,7 +389,7 @@ class Engine:
         self._state, decoded = self._call(decode, where, steps=self.steps)
         for one in choices:
             one.begun += self.steps
-        self._calls.append(_Call(None, list(enumerate(choices)), decoded))
+        self._unread.append(_Unread(None, list(enumerate(choices)), decoded))
 
     def _call(self, program: Any, *arguments: Any, **static: Any) -> tuple[Any, ...]:
         return program(self._decoder(), self._state, *arguments, **static)

@@ -32,9 +32,13 @@ _GRAPHS = {
 
 def _program(function: Callable[..., Any], *, static_argnames: tuple[str, ...]) -> Any:
     """Jit a function that uses its state up and returns before the device has ended it."""
-    given = any(name in os.environ.get("XLA_FLAGS", "") for name in _GRAPHS)
-    options = None if given else _GRAPHS
+    options = _graphs()
     return jax.jit(function, static_argnames=static_argnames, donate_argnames=("state",), compiler_options=options)
+
+
+def _graphs() -> dict[str, str]:
+    """XLA's options that `XLA_FLAGS` leaves open."""
+    return {name: value for name, value in _GRAPHS.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 class Decoded(NamedTuple):

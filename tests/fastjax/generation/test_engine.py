@@ -172,10 +172,10 @@ def test_several_devices_answer_as_one():
 @pytest.mark.exhaustive(by="test_several_devices_answer_as_one")
 def test_a_model_on_all_devices_answers_on_all_of_them():
     """And one whose arrays are split over them answers as well."""
-    mesh = make_mesh(fsdp=2)
+    mesh = make_mesh(data=2, fsdp=2)
     everywhere = jax.device_put((model().trainable, model().frozen), NamedSharding(mesh, P()))
     copied = model().replace(trainable=everywhere[0], frozen=everywhere[1])
-    assert len(whole_on(copied)) == 2 and whole_on(model()) == []
+    assert len(whole_on(copied)) == 4 and whole_on(model()) == []
     for axis in ("tensor", "fsdp"):
         message = rf"expected no mesh of several devices around it \(jax.set_mesh\), got {{'{axis}': 2}}; a model"
         with jax.set_mesh(make_mesh(**{axis: 2})), pytest.raises(ConfigError, match=message):
