@@ -1,8 +1,8 @@
 """A decoder as the programs of generation take it: a list of arrays, and what is static with its hash.
 
 A jitted function hashes its static arguments and sorts the keys of its trees at every call; for 32 unrolled layers with
-adapters that took longer than a token of one row. And adapters that are trained in float32 are read in every token, so
-they are rounded before, once, as the products would round them.
+adapters that took longer than a token of one row. And adapters that are trained in float32 are read in every token, as
+are the scales of nested NF4: they are rounded and decoded before, once, as the products would do it.
 """
 
 import functools
@@ -17,6 +17,7 @@ from fastjax.lora.params import LoraParam
 from fastjax.models.leaves import leaf_at
 from fastjax.models.moe import Router
 from fastjax.models.projection import Projection
+from fastjax.quantization.weights import decoded_scales
 from pallas_kernels.tiles import RANKS
 
 
@@ -29,13 +30,13 @@ class BoundDecoder:
 
     @classmethod
     def of(cls, model: LanguageModel) -> "BoundDecoder":
-        """Bind a model's arrays: adapters of 32 bits in the dtype of the computation, all else as it is.
+        """Bind a model's arrays: adapters in the dtype of the computation, scales decoded, all else as it is.
 
         Args:
             model: with or without an adapter.
         """
         model = _rounded(model)
-        leaves, tree = jax.tree.flatten((model.trainable, model.frozen))
+        leaves, tree = jax.tree.flatten((model.trainable, decoded_scales(model.frozen)))
         return cls(leaves, _interned(_Static(model.graphdef, tree)))
 
     @property

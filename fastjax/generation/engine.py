@@ -27,7 +27,7 @@ from fastjax.generation.entering import Call, Sizes, add_told, next_call, prompt
 from fastjax.generation.options import STEPS, GenerationOptions
 from fastjax.generation.pages import Pages
 from fastjax.generation.programs import Decoded, decode, prefill
-from fastjax.generation.state import Prompts, empty_state, has_axis
+from fastjax.generation.state import Prompts, empty_state
 from fastjax.limits import MAX_ROW_TOKENS
 from fastjax.models.caching import PAGE, empty_states
 from fastjax.parallel.islands import several_devices
@@ -121,7 +121,7 @@ class Engine:
         dtype = model.dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         decoder = model.module()
         states = jax.eval_shape(lambda: empty_states(decoder, 1, (1, 1)))
-        self._packs = not has_axis(states, "batch")
+        self._packs = all(state.PACKS for stack in states for state in stack)
         self._state = empty_state(decoder, rows, (count + 1, PAGE), width, dtype)
         self._width, self._pages = width, Pages(count + 1, PAGE)
         self._free = list(range(rows - 1, -1, -1))

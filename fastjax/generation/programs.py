@@ -19,7 +19,6 @@ from fastjax.generation.state import EngineState, Prompts, Rows, by_axis, has_ax
 from fastjax.models.caching import step
 from fastjax.models.context import Slots
 from fastjax.models.decoder import Decoder, lm_logits
-from fastjax.quantization.weights import decoded_scales
 
 #: Tokens of prompts whose logits are computed at once.
 _BLOCK = 256
@@ -88,20 +87,17 @@ def prefill(
         lengths=prompts.lengths[:1],
         layer=jnp.int32(0),
     )
-    layers = state.layers
-    if has_axis(layers, "batch"):
-        layers = _zeroed(_taken(layers, prompts.rows[:1]), prompts.fresh[:1])
     hidden, layers = step(
         model,
         prompts.tokens[None],
         prompts.positions[None],
         prompts.longest[entry][None],
         slots,
-        layers,
+        state.layers,
         jnp.where(real, prompts.answers + 1, 0)[None] if packed else None,
         prompts.adapters[entry][None],
     )
-    layers = _copied(_put_back(state.layers, layers, prompts.rows), prompts)
+    layers = _copied(layers, prompts)
     ends = hidden[:, jnp.maximum(prompts.ends, 0)]
     return *_picked(model, ends, EngineState(rows, layers), prompts), _told(model, hidden[0], prompts)
 
@@ -151,10 +147,7 @@ def decode(
     Returns:
         The state and the tokens.
     """
-    # Nested scales are decoded here, once, and not in each step.
-    trainable, frozen = decoder.trees
-    model, page = nnx.merge(decoder.graphdef, trainable, decoded_scales(frozen)), _page(state.layers)
-    layers = _taken(state.layers, where)
+    model, page = nnx.merge(decoder.graphdef, *decoder.trees), _page(state.layers)
 
     def body(number: Array, carry: Any) -> Any:
         rows, layers, out = carry
@@ -184,8 +177,8 @@ def decode(
     shapes = jax.eval_shape(pick, logits, rows.sampling, rows.seen, rows.answered)
     # A loop like this, not a scan with outputs, becomes one graph.
     out = Decoded(*(jnp.zeros((steps, *leaf.shape), leaf.dtype) for leaf in shapes))
-    rows, layers, out = jax.lax.fori_loop(0, steps, body, (rows, layers, out))
-    return EngineState(_rows_set(state.rows, rows, where), _put_back(state.layers, layers, where)), out
+    rows, layers, out = jax.lax.fori_loop(0, steps, body, (rows, state.layers, out))
+    return EngineState(_rows_set(state.rows, rows, where), layers), out
 
 
 def _where_going(going: Bool[Array, "W"], setting: Array) -> Array:
@@ -243,43 +236,8 @@ def _page(layers: list[list[Any]]) -> int:
     return sizes[0] if sizes else 1
 
 
-def _taken(layers: list[list[Any]], where: Int[Array, "W"]) -> list[list[Any]]:
-    """The states of some rows, with all pages."""
-    return by_axis(layers, "batch", lambda leaf, axis: jnp.take(leaf, where, axis=axis, mode="clip"))
-
-
-def _zeroed(layers: list[list[Any]], rows: Array) -> list[list[Any]]:
-    """The states with nothing in some rows."""
-
-    def of(leaf: Array, axis: int) -> Array:
-        return jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - axis - 1)), jnp.zeros_like(leaf), leaf)
-
-    return by_axis(layers, "batch", of)
-
-
-def _put_back(layers: list[list[Any]], some: list[list[Any]], where: Int[Array, "W"]) -> list[list[Any]]:
-    """The states with those of some rows, and with these' pages.
-
-    Args:
-        layers: before; their pages are used up.
-        some: of the rows, or of one that all of them have.
-        where: the rows.
-    """
-
-    def one(state: Any, new: Any) -> Any:
-        leaves = []
-        for leaf, part, axes in zip(state, new, state.AXES, strict=True):
-            if "batch" in axes:
-                at = (slice(None),) * axes.index("batch")
-                part = leaf.at[(*at, where)].set(part, mode="drop")
-            leaves.append(part)
-        return type(state)(*leaves)
-
-    return [[one(*pair) for pair in zip(*stacks, strict=True)] for stacks in zip(layers, some, strict=True)]
-
-
 def _copied(layers: list[list[Any]], prompts: Prompts) -> list[list[Any]]:
-    """The states with those of a shared prompt in the rows that share it: the pages of their own, and their rings."""
+    """The states with those of a shared prompt in the rows that share it, and in the pages of their own."""
     shares = prompts.sources != jnp.arange(prompts.sources.shape[0])
     order = jnp.argsort(~shares)
 
@@ -290,18 +248,18 @@ def _copied(layers: list[list[Any]], prompts: Prompts) -> list[list[Any]]:
 
         return by_axis(layers, "pages", of)
 
-    def rings(number: Array, layers: list[list[Any]]) -> list[list[Any]]:  # of all at once a copy may be gigabytes
+    def row(number: Array, layers: list[list[Any]]) -> list[list[Any]]:  # of all at once a copy may be gigabytes
         entry = order[number]
         own, source = prompts.rows[entry], prompts.rows[prompts.sources[entry]]
 
         def of(leaf: Array, axis: int) -> Array:
-            ring = jax.lax.dynamic_index_in_dim(leaf, source, axis)
-            return jax.lax.dynamic_update_index_in_dim(leaf, ring, own, axis)
+            shared = jax.lax.dynamic_index_in_dim(leaf, source, axis)
+            return jax.lax.dynamic_update_index_in_dim(leaf, shared, own, axis)
 
-        return by_axis(layers, "rings", of)
+        return by_axis(layers, "rows", of)
 
     if has_axis(layers, "pages"):
         layers = jax.lax.cond(jnp.any(prompts.copies[:, 1] > 0), pages, lambda layers: layers, layers)
-    if has_axis(layers, "rings"):
-        layers = jax.lax.fori_loop(0, jnp.sum(shares), rings, layers)
+    if has_axis(layers, "rows"):
+        layers = jax.lax.fori_loop(0, jnp.sum(shares), row, layers)
     return layers

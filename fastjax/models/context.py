@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Int8, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Int8, Num, PRNGKeyArray
 
 from fastjax.parallel import BATCH, local
 from pallas_kernels.attention import SegmentRanges, segment_ranges
@@ -35,6 +36,24 @@ class Slots(NamedTuple):
     table: Int[Array, "B M"]
     lengths: Int[Array, "B"]
     layer: Int[Array, ""]
+
+    def state_before(self, states: Num[Array, "L R ..."]) -> Num[Array, "B ..."]:
+        """The layer's states of the new tokens' rows before them, zeros of rows that begin.
+
+        Args:
+            states: of all layers and rows.
+        """
+        own = states.at[self.layer, self.rows[:, 0]].get(mode="clip")
+        return jnp.where(self.positions[:, 0].reshape(-1, *[1] * (own.ndim - 1)) == 0, 0, own)
+
+    def with_state(self, states: Num[Array, "L R ..."], after: Num[Array, "B ..."]) -> Num[Array, "L R ..."]:
+        """The states of all layers and rows with the layer's of the new tokens' rows after them.
+
+        Args:
+            states: before.
+            after: of each row.
+        """
+        return states.at[self.layer, self.rows[:, 0]].set(after, mode="drop")
 
 
 class Context(NamedTuple):

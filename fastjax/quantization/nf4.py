@@ -6,6 +6,7 @@ convert without loss in both directions.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from fastjax.quantization.weight import Float8Operand, Weight
 from pallas_kernels import nf4
 from pallas_kernels.few_experts import Items
 from pallas_kernels.grouped_matmul import grouped_nf4_matmul
+from pallas_kernels.tiles import RANKS
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -90,12 +92,8 @@ class NF4Weight(Weight):
         """With scales that are not nested; of arrays that lead with layers or experts, too."""
         if self.nested_absmax is None or in_host_memory(self.absmax):
             return self
-        decode = NF4Weight.scales
-        for _ in range(self.absmax.ndim - (2 if self.order == "split" else 1)):
-            decode = jax.vmap(decode)
-        return dataclasses.replace(
-            self, absmax=decode(self), nested_absmax=None, nested_quant_map=None, nested_offset=None
-        )
+        absmax = _all_scales(self, self.absmax.ndim - (2 if self.order == "split" else 1))
+        return dataclasses.replace(self, absmax=absmax, nested_absmax=None, nested_quant_map=None, nested_offset=None)
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, each device with its own rows of x."""
@@ -108,6 +106,8 @@ class NF4Weight(Weight):
 
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
         """x·Wᵀ in pieces, where the kernel for a few rows cuts its sums."""
+        if self.shape[0] in RANKS:
+            return super().addends(x)
         return nf4.addends(x, self.codes, self.scales(), quant_map=self.quant_map, **self._layout)
 
     def in_place(self) -> "NF4Weight":
@@ -258,3 +258,12 @@ class NF4Weight(Weight):
             codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
             absmax = absmax.reshape(rows, columns // BLOCK)
         return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,), dtype)
+
+
+@functools.partial(jax.jit, static_argnames="leading")
+def _all_scales(weight: NF4Weight, leading: int) -> Float[Array, "..."]:
+    """The scales of a weight whose arrays lead with some axes."""
+    decode = NF4Weight.scales
+    for _ in range(leading):
+        decode = jax.vmap(decode)
+    return decode(weight)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import float8
+from pallas_kernels import few_rows, float8
 from pallas_kernels.few_experts import Items
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dx
+from pallas_kernels.tiles import RANKS
 
 #: Logical axes of a weight's arrays: the weight itself with a PartitionSpec of logical names for each leaf.
 Axes: TypeAlias = Any
@@ -69,7 +70,15 @@ class Weight(abc.ABC):
         return self.matmul(x)
 
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
-        """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several."""
+        """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several.
+
+        Where the outputs are as few as ranks the kernel for rank products gives them.
+        """
+        out, into = self.shape
+        if out in RANKS:
+            parts = few_rows.Adapters((self.dequantize(x.dtype),), (None,), (out,), (1.0,))
+            if few_rows.why_not(len(x), x.dtype, parts, into, out) is None:
+                return few_rows.rank_products(x, parts)
         return self.matmul(x[None])
 
     def why_not_items(self, dtype: jax.typing.DTypeLike) -> str | None:

@@ -25,7 +25,7 @@ from pallas_kernels.tiles import RANKS
 
 MOST_ROWS = 64
 """Rows for which passes of one tile of rows each are faster than those for many."""
-_GRAIN = 64
+_GRAIN = 32
 """Features, heads apart, come in multiples of it."""
 
 

@@ -57,7 +57,7 @@ def gated_delta(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    check("gated_delta", (q, k, v, decay, beta), segment_ids, None if state is None else state.shape)
+    check((q, k, v, decay, beta), segment_ids, state)
     scale = number("gated_delta", "scale", scale)
     precise, (batch, length, heads, value_size), size = wide(v.dtype), v.shape, k.shape[3]
     state = jnp.zeros((batch, heads, size, value_size), precise) if state is None else state.astype(precise)

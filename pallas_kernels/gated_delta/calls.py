@@ -1,4 +1,4 @@
-"""What both public functions ask of a call."""
+"""What the public functions ask of a call."""
 
 from jax import Array
 
@@ -18,14 +18,13 @@ def why_not_triton(_: Target, sizes: tuple[int, int], states: int, **facts) -> s
     return f"its offsets are of 32 bits, and its states have {states} numbers" if states >= 2**31 else None
 
 
-def check(name: str, operands: tuple[Array, ...], segment_ids: Array | None, state: tuple[int, ...] | None) -> None:
-    """Refuse shapes or dtypes that do not fit together.
+def check(operands: tuple[Array, ...], segment_ids: Array | None, state: Array | None) -> None:
+    """Refuse operands of `gated_delta` whose shapes or dtypes do not fit together.
 
     Args:
-        name: of the public function.
         operands: q, k, v, decay and beta.
         segment_ids: the documents of each row, or None.
-        state: shape of one layer's state, or None.
+        state: before the tokens, or None.
 
     Raises:
         ValueError: the first that does not fit, with what was expected.
@@ -39,12 +38,12 @@ def check(name: str, operands: tuple[Array, ...], segment_ids: Array | None, sta
         "decay": (decay.shape, (*tokens, heads)),
         "beta": (beta.shape, (*tokens, heads)),
         "segment_ids": (tokens if segment_ids is None else segment_ids.shape, tokens),
-        "state": (states if state is None else state, states),
+        "state": (states if state is None else state.shape, states),
     }
     for operand, (given, wanted) in expected.items():
         if given != wanted:
-            raise ValueError(f"{name}: {operand}: expected axes {wanted}, got {given}, for v {v.shape}")
+            raise ValueError(f"gated_delta: {operand}: expected axes {wanted}, got {given}, for v {v.shape}")
     if heads % k.shape[2]:
-        raise ValueError(f"{name}: v: expected a multiple of the {k.shape[2]} key heads, got {heads}")
+        raise ValueError(f"gated_delta: v: expected a multiple of the {k.shape[2]} key heads, got {heads}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"{name}: q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(f"gated_delta: q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")

@@ -25,12 +25,13 @@ class LayerState(Protocol):
     """The state that the layers of a stack keep of the tokens so far, a pytree.
 
     Attributes:
-        AXES: the names of each leaf's axes: "layers" first, then "batch" where each row has its own, which the new
-            tokens' rows are taken from, "rings" where all rows are at hand (`Slots.rows`), or "pages", which a table
-            gives the rows; "page", the places of a page; and logical axes of weights.
+        AXES: the names of each leaf's axes: "layers" first, then "rows" where each row has its own (`Slots.rows`), or
+            "pages", which a table gives the rows; "page", the places of a page; and logical axes of weights.
+        PACKS: whether new tokens of several rows may stand in one.
     """
 
     AXES: ClassVar[tuple[tuple[str, ...], ...]]
+    PACKS: ClassVar[bool]
 
 
 class Mixer(Protocol):

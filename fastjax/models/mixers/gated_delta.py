@@ -4,7 +4,8 @@ A short convolution over queries, keys and values comes before the recurrence, a
 behind it. Both stop at documents. In generation a layer keeps the matrices, and the last inputs of the convolution.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,14 @@ from convert.model import layers
 from fastjax.errors import ConfigError
 from fastjax.lora.norm import PreparedRows
 from fastjax.lora.params import BaseParam
-from fastjax.models.context import Context
+from fastjax.models.context import Context, Slots
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, ROWS, local
 from pallas_kernels.gated_delta import gated_delta, gated_delta_token
 from pallas_kernels.glu import ACTIVATIONS, glu
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.short_conv import short_conv
+from pallas_kernels.short_conv import short_conv, short_conv_token
 
 #: The convolution's weights: of queries, keys and values together, or apart.
 CONVOLUTIONS = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
@@ -39,10 +40,11 @@ class DeltaState(NamedTuple):
         inputs: the convolution's last inputs, the newest last.
     """
 
-    matrices: Float[Array, "L B G P U"]
-    inputs: Float[Array, "L B T C"]
+    matrices: Float[Array, "L R G P U"]
+    inputs: Float[Array, "L R T C"]
 
-    AXES = (("layers", "batch", "heads", "head_dim", "head_dim"), ("layers", "batch", "taps", "channels"))
+    PACKS = False
+    AXES = (("layers", "rows", "heads", "head_dim", "head_dim"), ("layers", "rows", "taps", "channels"))
 
 
 class Weight(nnx.Module):
@@ -116,8 +118,16 @@ class GatedDelta(nnx.Module):
         documents = None
         if context.segment_ranges is not None:
             documents = _documents(context.segment_ranges.k_start, context.segment_ranges.k_end)
-        mixed, gates, updates = self._projected(x, key)
-        mixed, _ = self._mixed(mixed, updates, documents)
+        mixed, gates, updates = self._projected(x.astype(jnp.float32) if self.float32 else x, key)
+
+        def mix(mixed, updates, documents, weights):
+            *taps, bias, log = weights
+            heads = self._convolved(mixed, taps, segment_ids=documents)
+            options = {"scale": self._scale, "segment_ids": documents}
+            return gated_delta(*self._heads(heads), *self._gates(updates, bias, log), **options)[0]
+
+        island = local(mix, in_specs=(ROWS, ROWS, P(BATCH), P()), out_specs=ROWS)
+        mixed = island(mixed, updates, documents, self._weights)
         return self._out(mixed, gates, x.dtype, key, residual)
 
     def init(self, layers: int, batch: int, pages: tuple[int, int], dtype: jnp.dtype) -> DeltaState:
@@ -140,14 +150,53 @@ class GatedDelta(nnx.Module):
         """The output for new tokens, as `Mixer.step`; of one document a row, with padding behind its tokens."""
         slots = context.slots
         assert slots is not None and context.segment_ranges is None, "new tokens of one document go on a row"
+        step = self._token if x.shape[1] == 1 else self._tokens
+        out, gates, state = step(x.astype(jnp.float32) if self.float32 else x, state, slots)
+        return self._out(out, gates, x.dtype, None, residual), state
+
+    def _token(
+        self, x: Float[Array, "B 1 E"], state: DeltaState, slots: Slots
+    ) -> tuple[Float[Array, "B 1 G U"], Float[Array, "B 1 N"], DeltaState]:
+        """The recurrence's output for one token a row, which goes on, the output's gates, and the state."""
+        its, row = self.settings, (slots.layer, slots.rows[:, 0])
+        whole = None if its.interleaved else self.qkvz.whole(x)
+        if whole is None:
+            mixed, gates, updates = self._projected(x, None)
+        else:  # the gates lie behind the channels
+            mixed, gates, updates = whole, whole[..., state.inputs.shape[3] :], self.ba(x, None)
+        *taps, bias, log = self._weights
+        given = {"activation": its.activation, "units": (2 * its.key_heads, its.key_dim), "eps": _EPS}
+        heads, inputs = short_conv_token(mixed, _taps(taps), state.inputs, *row, **given)
+        rate, beta = self._gates(updates, bias, log)
+        out, matrices = gated_delta_token(heads, rate, beta, state.matrices, *row, scale=self._scale)
+        return out, gates, DeltaState(matrices, inputs)
+
+    def _tokens(
+        self, x: Float[Array, "B S E"], state: DeltaState, slots: Slots
+    ) -> tuple[Float[Array, "B S G U"], Float[Array, "B S N"], DeltaState]:
+        """The same for several tokens a row."""
         mixed, gates, updates = self._projected(x, None)
-        mixed, state = self._mixed(mixed, updates, slots.tokens, state, slots.layer)
-        return self._out(mixed, gates, x.dtype, None, residual), state
+        *taps, bias, log = self._weights
+        before, real = DeltaState(*map(slots.state_before, state)), slots.tokens[:, :, None] != 0
+        heads = self._convolved(mixed, taps, before=before.inputs)
+        gated = (jnp.where(real, gate, 0.0) for gate in self._gates(updates, bias, log))  # padding leaves the state
+        out, matrices = gated_delta(*self._heads(heads), *gated, scale=self._scale, state=before.matrices)
+        after = matrices, _last_inputs(before.inputs, mixed, slots.tokens)
+        return out, gates, DeltaState(*map(slots.with_state, state, after))
+
+    @property
+    def _scale(self) -> float:
+        """Factor of the recurrence's output."""
+        return self.settings.key_dim**-0.5
+
+    @property
+    def _weights(self) -> tuple[Array, ...]:
+        """The convolutions' taps, the decays' bias and the logarithm of their factor."""
+        return tuple(getattr(self, name).weight[...] for name in (*self.convolutions, "dt_bias", "A_log"))
 
     def _projected(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> tuple[Array, Array, tuple[Array, ...]]:
         """Queries, keys and values side by side, the gates of the output, and the inputs of update and decay."""
         its = self.settings
-        x = x.astype(jnp.float32) if self.float32 else x
         if not its.interleaved:
             *mixed, gates = self.qkvz(x, key)
             return jnp.concatenate(mixed, axis=-1) if len(mixed) > 1 else mixed[0], gates, self.ba(x, key)
@@ -158,54 +207,34 @@ class GatedDelta(nnx.Module):
         update, decay = _by_key_heads(pairs, its.key_heads, [its.value_heads // its.key_heads])
         return jnp.concatenate(mixed, axis=-1), gates, (update, decay)
 
-    def _mixed(
+    def _convolved(
         self,
         mixed: Float[Array, "B S C"],
-        updates: tuple[Array, ...],
-        documents: Int[Array, "B S"] | None,
-        state: DeltaState | None = None,
-        layer: Int[Array, ""] | None = None,
-    ) -> tuple[Float[Array, "B S G U"], Any]:
-        """The recurrence's output, and the states behind the tokens if there are some before them.
+        taps: Sequence[Array],
+        *,
+        segment_ids: Int[Array, "B S"] | None = None,
+        before: Float[Array, "B T C"] | None = None,
+    ) -> Float[Array, "B S C"]:
+        """The activated sums of the convolution; arguments as of `short_conv`."""
+        silu = self.settings.activation == "silu"
+        activation, options = "silu" if silu else None, {"segment_ids": segment_ids, "before": before}
+        sums = short_conv(mixed, _taps(taps), activation=activation, **options)
+        return sums if silu else ACTIVATIONS[self.settings.activation](sums.astype(jnp.float32)).astype(sums.dtype)
+
+    def _gates(
+        self, updates: tuple[Float[Array, "B S G"], ...], bias: Float[Array, " G"], log: Float[Array, " G"]
+    ) -> tuple[Float[Array, "B S G"], Float[Array, "B S G"]]:
+        """The logarithms of the decays and the updates, float32.
 
         Args:
-            mixed: queries, keys and values side by side.
-            updates: inputs of update and decay, [B, S, G] each.
-            documents: number of each token's document, 0 of padding; None: a row is one.
-            state: of all layers; None: nothing came before.
-            layer: whose state it is.
+            updates: inputs of update and decay.
+            bias: added to the decay's.
+            log: logarithm of the decay's factor.
         """
-
-        def mix(mixed, update, decay, documents, state, layer, weights):
-            *taps, bias, log = (weight.astype(jnp.float32) for weight in weights)
-            before = None if state is None else state.inputs[layer]
-            ids = documents if state is None else None  # behind a state they only tell padding
-            silu = self.settings.activation == "silu"
-            options = {"activation": "silu" if silu else None, "segment_ids": ids}
-            heads = short_conv(mixed, jnp.concatenate(taps)[:, 0], **options, before=before)
-            if not silu:
-                heads = ACTIVATIONS[self.settings.activation](heads.astype(jnp.float32)).astype(heads.dtype)
-            beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
-            rate = -jnp.exp(log)[None, None] * jax.nn.softplus(decay.astype(jnp.float32) + bias[None, None])
-            options = {"scale": self.settings.key_dim**-0.5, "segment_ids": ids}
-            if state is None:
-                return gated_delta(*self._heads(heads), rate, beta, **options)[0], None
-            real = documents[:, :, None] != 0  # the state stays as it is behind the last token
-            rate, beta = jnp.where(real, rate, 0.0), jnp.where(real, beta, 0.0)
-            given = (*self._heads(heads), rate, beta)
-            if mixed.shape[1] == 1:
-                out, matrices = gated_delta_token(*given, state.matrices, layer, scale=options["scale"])
-            else:
-                out, own = gated_delta(*given, **options, state=state.matrices[layer])
-                matrices = state.matrices.at[layer].set(own)
-            last = _last_inputs(state.inputs[layer], mixed, documents)
-            return out, DeltaState(matrices, state.inputs.at[layer].set(last))
-
-        names = (*self.convolutions, "dt_bias", "A_log")
-        weights = tuple(getattr(self, name).weight[...] for name in names)
-        states = P(None, BATCH)
-        island = local(mix, in_specs=(ROWS, ROWS, ROWS, P(BATCH), states, P(), P()), out_specs=(ROWS, states))
-        return island(mixed, *updates, documents, state, layer, weights)
+        update, decay = updates
+        bias, log = (weight.astype(jnp.float32)[None, None] for weight in (bias, log))
+        beta = self.settings.largest_update * jax.nn.sigmoid(update.astype(jnp.float32))
+        return -jnp.exp(log) * jax.nn.softplus(decay.astype(jnp.float32) + bias), beta
 
     def _heads(self, heads: Float[Array, "B S C"]) -> tuple[Float[Array, "B S J P"], Array, Float[Array, "B S G U"]]:
         """Queries and keys of unit length, and values, by head."""
@@ -239,6 +268,11 @@ class GatedDelta(nnx.Module):
         return residual + out.astype(dtype)
 
 
+def _taps(parts: Sequence[Float[Array, "C 1 T"]]) -> Float[Array, "C T"]:
+    """The convolutions' taps, as of one."""
+    return jnp.concatenate(parts)[:, 0]
+
+
 def _by_key_heads(x: Float[Array, "B S N"], heads: int, ends: list[int]) -> list[Float[Array, "B S M"]]:
     """Parts of each key head's features, of all heads side by side."""
     parts = jnp.split(x.reshape(*x.shape[:2], heads, -1), ends, axis=-1)
@@ -261,8 +295,6 @@ def _last_inputs(
         tokens: 0 of padding.
     """
     every = jnp.concatenate([before, new.astype(before.dtype)], axis=1)
-    if new.shape[1] == 1:  # without a gather nothing is written but the result
-        return jnp.where((tokens != 0)[:, :, None], every[:, 1:], before)
     count = jnp.sum(tokens != 0, axis=1, dtype=jnp.int32)
     places = count[:, None] + jnp.arange(before.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(every, places[:, :, None], axis=1)

@@ -71,6 +71,7 @@ class KeysValues(NamedTuple):
     keys: Float[Array, "L N K P D"]
     values: Float[Array, "L N K P D"]
 
+    PACKS = True
     AXES = (("layers", "pages", "key_heads", "page", "head_dim"),) * 2
 
     def written(self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots) -> "KeysValues":
@@ -101,7 +102,8 @@ class Rings(NamedTuple):
     keys: Float[Array, "L R W K P D"]
     values: Float[Array, "L R W K P D"]
 
-    AXES = (("layers", "rings", "ring", "key_heads", "page", "head_dim"),) * 2
+    PACKS = True
+    AXES = (("layers", "rows", "ring", "key_heads", "page", "head_dim"),) * 2
 
     def written(self, keys: Float[Array, "B S K D"], values: Float[Array, "B S K D"], slots: Slots) -> "Rings":
         """With the new tokens in their places: of each row the last ones, of which a ring holds so many."""

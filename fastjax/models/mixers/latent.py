@@ -32,6 +32,7 @@ class Latents(NamedTuple):
 
     latents: Float[Array, "L N 1 P Z+R"]
 
+    PACKS = True
     AXES = (("layers", "pages", "key", "page", "latent"),)
 
 

@@ -15,6 +15,7 @@ from fastjax.generation.engine import Engine
 from fastjax.generation.engines import Engines
 from fastjax.generation.options import GenerationOptions
 from fastjax.generation.programs import decode, prefill
+from fastjax.quantization.nf4 import NF4Weight
 from tests.support import tiny
 from tests.support.family_mixtures import MIXTURES
 
@@ -83,6 +84,20 @@ def test_adapters_of_32_bits_are_rounded_once_as_their_products_round_them(dora)
     rounded = model.replace(graphdef=bound.graphdef, trainable=trainable, frozen=frozen)
     tokens = np.asarray([prompts()[0]], np.int32)
     np.testing.assert_array_equal(tiny.logits(rounded, tokens), tiny.logits(model, tokens))
+
+
+def test_nested_scales_are_decoded_once():
+    model = tiny.model(tiny.shared_folder(**UNITED), tiny.config(**UNITED), load_in_4bit=True).value
+    weights = [
+        weight
+        for frozen in (model.frozen, BoundDecoder.of(model).trees[1])
+        for weight in jax.tree.leaves(frozen, is_leaf=lambda node: isinstance(node, NF4Weight))
+        if isinstance(weight, NF4Weight)
+    ]
+    before, after = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+    assert before and all(weight.nested_absmax is not None for weight in before)
+    assert all(weight.nested_absmax is None and weight.absmax.dtype == np.float32 for weight in after)
+    assert all(one.codes is other.codes for one, other in zip(before, after, strict=True)), "the codes are not copied"
 
 
 def check(engine, models, requests):

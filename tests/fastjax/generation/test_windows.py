@@ -67,14 +67,14 @@ def test_a_window_takes_its_ring_alone(family, tmp_path):
     config, sizes = made.value.config, {}
     token = config.num_key_value_heads * config.head_dim * 4
     states = Engine(made, rows=3)._state.layers
-    for axis in ("rings", "pages"):
+    for axis in ("rows", "pages"):
         sizes[axis] = []
         by_axis(states, axis, lambda leaf, _, axis=axis: sizes[axis].append(leaf.nbytes))
-    assert sum(sizes["rings"]) == 2 * layers.count(SLIDING) * 3 * ring * PAGE * token
+    assert sum(sizes["rows"]) == 2 * layers.count(SLIDING) * 3 * ring * PAGE * token
     assert sum(sizes["pages"]) == 2 * layers.count(FULL) * (3 * 16 + 1) * PAGE * token
-    assert len(jax.tree.leaves(states)) == len(sizes["rings"]) + len(sizes["pages"])
+    assert len(jax.tree.leaves(states)) == len(sizes["rows"]) + len(sizes["pages"])
     short = Engine(made, rows=3, max_length=ring * PAGE)
-    assert not has_axis(short._state.layers, "rings"), "the pages take no more"
+    assert not has_axis(short._state.layers, "rows"), "the pages take no more"
 
 
 def test_no_two_tokens_are_written_to_one_place():

@@ -7,7 +7,7 @@ import pytest
 from fastjax.models.mixers.gated_delta import _last_inputs
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("length", [2, 5])
 def test_padding_is_none_of_the_last_inputs(length):
     rng = np.random.default_rng()
     before, new = rng.normal(size=(length + 1, 3, 4)), rng.normal(size=(length + 1, length, 4))

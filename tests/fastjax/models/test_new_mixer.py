@@ -55,7 +55,8 @@ class State(NamedTuple):
     hidden: jax.Array
     tail: jax.Array
 
-    AXES = (("layers", "batch", "embed"), ("layers", "batch", "taps", "embed"))
+    PACKS = False
+    AXES = (("layers", "rows", "embed"), ("layers", "rows", "taps", "embed"))
 
 
 def chosen(rows, some, others):
@@ -95,10 +96,10 @@ class RecurrenceModule(nnx.Module):
         return State(jnp.zeros((layers, batch, width), dtype), jnp.zeros((layers, batch, TAPS - 1, width), dtype))
 
     def step(self, x, state, context, residual=None, made=None):
-        real, layer = context.slots.tokens != 0, context.slots.layer
-        own = jax.tree.map(lambda leaf: leaf[layer], state)
+        slots, real = context.slots, context.slots.tokens != 0
+        own = State(*map(slots.state_before, state))
         out, own = self._scanned(x, jnp.zeros_like(real), real, own, None, residual)
-        return out, jax.tree.map(lambda leaf, new: leaf.at[layer].set(new), state, own)
+        return out, State(*map(slots.with_state, state, own))
 
     def _scanned(self, x, first, real, state, key, residual):
         (made,) = self.into(x, key)
@@ -185,7 +186,7 @@ def test_its_state_says_its_axes(tmp_path):
     decoder = model(tmp_path).module()
     states = [state for stack in caching.empty_states(decoder, 2, (3, 8)) for state in stack]
     assert {type(state).__name__ for state in states} == {"State", "KeysValues"}
-    sizes = {"layers": 2, "batch": 2, "pages": 3, "page": 8}
+    sizes = {"layers": 2, "rows": 2, "pages": 3, "page": 8}
     for state in states:
         for leaf, names in zip(state, state.AXES, strict=True):
             named = dict(zip(names, leaf.shape, strict=True))

@@ -177,50 +177,59 @@ def test_rows_in_pieces_go_on_from_the_state():
     np.testing.assert_allclose(state, after, atol=2e-5)
 
 
-def token_of(operands, layer):
-    """Arguments of a token in one of three layers, of whose states the others are poisoned."""
-    states = jnp.full((3, *operands["state"].shape), jnp.nan, jnp.float32).at[layer].set(operands["state"])
-    return [jnp.asarray(operands[name], jnp.float32) for name in NAMES[:5]], states
+def token_of(operands, layer, dtype):
+    """Arguments of a token of some rows in one of three layers, all other states poisoned; the first token has none."""
+    count = len(operands["v"])
+    rows = np.random.default_rng().permutation(count + 1).astype(np.int32)[:count]
+    rows[0] = count + 1
+    states = np.full((3, count + 1, *operands["state"].shape[1:]), np.nan, np.float32)
+    states[layer, rows[1:]] = operands["state"][1:]
+    heads = np.concatenate([operands[name].reshape(count, 1, -1) for name in ("q", "k", "v")], axis=-1)
+    gates = (jnp.asarray(operands[name], jnp.float32) for name in ("decay", "beta"))
+    return [jnp.asarray(heads, dtype), *gates, jnp.asarray(states), layer, jnp.asarray(rows)]
 
 
-def close_to_rule(found, operands, layer, bound):
+def close_to_rule(found, operands, arguments, bound):
+    layer, rows = arguments[4], np.asarray(arguments[5])
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(array, jnp.float64) for name, array in operands.items()}
-        expected = [np.asarray(array) for array in reference.gated_delta(**wide, scale=0.3, segment_ids=None)]
+        expected = [np.asarray(array)[1:] for array in reference.gated_delta(**wide, scale=0.3, segment_ids=None)]
     out, states = (np.asarray(array, np.float64) for array in found)
-    assert np.isnan(np.delete(states, layer, axis=0)).all()
-    for one, other, most in zip((out, states[layer]), expected, bound, strict=True):
+    assert not out[0].any()
+    for one, other, most in zip((out[1:], states[layer, rows[1:]]), expected, bound, strict=True):
         assert np.linalg.norm(one - other) <= most * np.linalg.norm(other)
+    states[layer, rows[1:]] = np.nan
+    assert np.isnan(states).all()
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_token_in_its_layers_states(layer):
-    operands, _ = inputs(1, rows=3, size=64, value_size=128)
-    given, states = token_of(operands, layer)
-    close_to_rule(gated_delta_token(*given, states, layer, scale=0.3), operands, layer, (1e-6, 1e-6))
-    found = token.in_triton(*given, states, jnp.int32(layer), 0.3, interpret=True)
-    close_to_rule(found, operands, layer, (1e-6, 1e-6))
+    operands, _ = inputs(1, rows=4, size=64, value_size=128)
+    given = token_of(operands, layer, jnp.float32)
+    close_to_rule(gated_delta_token(*given, scale=0.3), operands, given, (1e-6, 1e-6))
+    *first, layer, rows = given
+    found = token.in_triton(*first, jnp.int32(layer), rows, 0.3, interpret=True)
+    close_to_rule(found, operands, given, (1e-6, 1e-6))
 
 
 @pytest.mark.aot
 @needs_cuda_plugin
 def test_a_token_copies_no_states():
     aot, half, wide = AOT("h200"), jnp.bfloat16, jnp.float32
-    heads = [aot.spec((8, 1, count, 128), half) for count in (2, 2, 4)]
-    gates, states = [aot.spec((8, 1, 4), wide)] * 2, aot.spec((6, 8, 4, 128, 128), wide)
-    step = jax.jit(functools.partial(gated_delta_token, scale=1.0, implementation="triton"), donate_argnums=5)
-    memory = aot.compile(step, *heads, *gates, states, aot.spec((), jnp.int32)).memory_analysis()
-    assert memory.alias_size_in_bytes == 6 * 8 * 4 * 128 * 128 * 4 and memory.temp_size_in_bytes < 2**16
+    heads, gates = aot.spec((8, 1, 8 * 128), half), [aot.spec((8, 1, 4), wide)] * 2
+    states, numbers = aot.spec((6, 9, 4, 128, 128), wide), (aot.spec((), jnp.int32), aot.spec((8,), jnp.int32))
+    step = jax.jit(functools.partial(gated_delta_token, scale=1.0, implementation="triton"), donate_argnums=3)
+    memory = aot.compile(step, heads, *gates, states, *numbers).memory_analysis()
+    assert memory.alias_size_in_bytes == 6 * 9 * 4 * 128 * 128 * 4 and memory.temp_size_in_bytes < 2**16
 
 
 @pytest.mark.gpu
 def test_a_token_on_the_card():
     operands, _ = inputs(1, rows=32, key_heads=16, heads=32, size=128, value_size=128)
     operands |= {name: np.asarray(jnp.asarray(operands[name], jnp.bfloat16), np.float64) for name in ("q", "k", "v")}
-    (*halves, decay, beta), states = token_of(operands, 1)
-    halves = [array.astype(jnp.bfloat16) for array in halves]
-    step = jax.jit(functools.partial(gated_delta_token, scale=0.3, implementation="triton"), donate_argnums=5)
-    close_to_rule(step(*halves, decay, beta, states, 1), operands, 1, (3e-3, 1e-6))
+    given = token_of(operands, 1, jnp.bfloat16)
+    step = jax.jit(functools.partial(gated_delta_token, scale=0.3, implementation="triton"), donate_argnums=3)
+    close_to_rule(step(*given), operands, given, (3e-3, 1e-6))
 
 
 def test_what_does_not_fit_is_refused():
@@ -234,12 +243,14 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             gated_delta(**(given | wrong), scale=0.3)
-    state, tokens = given.pop("state")[None], {name: array[:, :1] for name, array in given.items() if name != "state"}
-    for rows, states, message in (
-        (tokens, state[:, :1], r"gated_delta_token: state: expected axes \(2, 4, 16, 8\), got \(1, 4, 16, 8\)"),
-        ({name: array[:, :2] for name, array in given.items()}, state, "v: expected one token a row, got 2"),
+    heads, *gates, states, layer, rows = token_of(inputs(1)[0], 0, jnp.float32)
+    for arguments, message in (
+        ((heads[..., :-8], *gates, states, layer, rows), "4 values of 8, a multiple of the keys, .* got 88 features"),
+        ((jnp.tile(heads, (1, 2, 1)), *gates, states, layer, rows), r"heads: expected axes \(2, 1, 96\)"),
+        ((heads, gates[0][..., :1], gates[1], states, layer, rows), r"decay: expected axes \(2, 1, 4\)"),
+        ((heads, *gates, states, layer, rows[:1]), r"rows: expected axes \(2,\), got \(1,\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            gated_delta_token(**rows, states=states, layer=0, scale=0.3)
+            gated_delta_token(*arguments, scale=0.3)
     with pytest.raises(ValueError, match="multiple of the 2 key heads, got 3"):
         gated_delta(*(given[name][:, :, :3] if name in NAMES[2:5] else given[name] for name in NAMES[:5]), scale=0.3)
