@@ -62,12 +62,15 @@ class StepCase:
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        """The config.json of the model.
+        """The config.json of the model, with positions for its rows.
 
         Raises:
             ConfigError: layers or weights that the preset does not have.
         """
-        return preset_config(self.preset, self.layers, self.weights)
+        config = preset_config(self.preset, self.layers, self.weights)
+        if "max_position_embeddings" in config:
+            config["max_position_embeddings"] = max(config["max_position_embeddings"], self.seq)
+        return config
 
     @property
     def config(self) -> "ModelConfig":

@@ -13,6 +13,7 @@ from convert.errors import ConvertError
 from convert.formats import nf4
 from fastjax.quantization import MixedWeight, NF4Weight, as_weight, concatenate, dequantize, matmul
 from fastjax.quantization.weights import decoded_scales
+from tests.support.aot import AOT, needs_cuda_plugin
 
 #: (rows of the parts, columns): whole blocks a row; blocks that cross rows; an odd number of elements.
 SHAPES = [((64, 32, 32), 128), ((24, 40), 72), ((3, 5), 21), ((7,), 64), ((300, 300), 64)]
@@ -116,6 +117,33 @@ def test_blocks_of_another_size_are_refused(sizes):
     )
     with pytest.raises(ConvertError, match="block"):
         NF4Weight.from_tensor(tensor)
+
+
+def few_outputs(outputs, rows=32):
+    """A weight of few outputs in NF4, the same decoded, and rows of x."""
+    draw = np.random.default_rng(6).standard_normal
+    weight = NF4Weight.quantize(jnp.asarray(draw((outputs, 512)), jnp.bfloat16))
+    return weight, weight.dequantize(jnp.bfloat16), jnp.asarray(draw((rows, 512)), jnp.bfloat16)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.parametrize("outputs, several", [(64, True), (96, False)])
+def test_as_few_outputs_as_ranks_come_in_addends(outputs, several):
+    *weights, x = few_outputs(outputs)
+    with AOT("h100").tracing():
+        shapes = [jax.eval_shape(lambda weight, x: as_weight(weight).addends(x), weight, x) for weight in weights]
+    assert [(found.shape[0] > 1, found.shape[1:]) for found in shapes] == [(several, (32, outputs))] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 32])
+def test_addends_of_few_outputs_are_their_product(rows):
+    *weights, x = few_outputs(64, rows)
+    expected = np.asarray(x, np.float64) @ np.asarray(weights[1], np.float64).T
+    for weight in weights:
+        found = jnp.sum(jax.jit(lambda weight, x: as_weight(weight).addends(x))(weight, x), axis=0)
+        assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
 def test_scales_decoded_once_are_those_of_each_product():

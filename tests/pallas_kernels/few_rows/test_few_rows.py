@@ -70,11 +70,11 @@ def test_norm_and_rank_products(rows):
     )
 
 
-@pytest.mark.parametrize("rows, count", [(2, 1), (17, 4)])
-def test_add(rows, count):
+@pytest.mark.parametrize("rows, count, parts", [(2, 1, (128, 64, 64)), (17, 4, (128, 64, 64)), (17, 4, (64, 32, 32))])
+def test_add(rows, count, parts):
     make = arrays(rows)
-    own = adapters(make, 64, (128, 64, 64), (8, 0, 16))
-    base, residual = make(count, rows, 256), make(rows, 256).astype(jnp.bfloat16)
+    own = adapters(make, 64, parts, (8, 0, 16))
+    base, residual = make(count, rows, sum(parts)), make(rows, sum(parts)).astype(jnp.bfloat16)
     addends, products = some_products(make, rows, own)
     total = triton.add(base, addends, own, residual, dtype=jnp.bfloat16, interpret=True)
     close(total, wide(base).sum(0) + of_parts(own, products) + wide(residual))

@@ -65,6 +65,10 @@ def test_the_default_is_llama_3_8b():
     assert (case.rows, case.kept, case.layer_loop) == ("4×2,048", "projections", "scan")
 
 
+def test_rows_may_be_longer_than_the_published_positions():
+    assert [StepCase(seq=seq).config.max_position_embeddings for seq in (2048, 262144)] == [131072, 262144]
+
+
 def test_layers_keep_their_kinds():
     config = read_config(preset_config("gpt-oss-20b", 3, "nf4"))
     assert [mixer.sliding_window for mixer in config.attention] == [128, None, 128]
