@@ -186,6 +186,8 @@ CASES = {
 }
 # Of a family one dtype for adapters and the other for every weight: how dtypes differ, the cases above show.
 for _family, _config in {"llama": tiny.CONFIG, **families.CONFIGS}.items():
+    if "clip_qkv" in _config:  # an element that rounding brings over the edge has no gradient
+        _config = _config | {"clip_qkv": 100.0}
     CASES[f"{_family}, adapters"] = Case([BF16], {"target_modules": "all-linear"}, _config, rows="short", gated="xla")
     CASES[f"{_family}, every weight"] = Case(
         [F16], None, _config, base="plain", rows="short", remat="projections", gated="xla"
