@@ -89,6 +89,10 @@ class Float8Compute(Weight):
         """dy·W in the dtype of dy."""
         return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else self._own.transposed(dy)
 
+    def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
+        """x·Wᵀ, one addend, however few the outputs are."""
+        return self.matmul(x[None])
+
     def matmul_scaled(self, x: Float[Array, "B S in"] | float8.Rounded) -> Float[Array, "B S out"] | float8.Scaled:
         """x·Wᵀ; of bfloat16 or float8 with the scales beside the product."""
         if isinstance(x, float8.Rounded) or x.dtype == jnp.bfloat16:

@@ -12,6 +12,7 @@ import pytest
 from convert.errors import ConvertError
 from convert.formats import nf4
 from fastjax.quantization import MixedWeight, NF4Weight, as_weight, concatenate, dequantize, matmul
+from fastjax.quantization.float8 import in_float8
 from fastjax.quantization.weights import decoded_scales
 from tests.support.aot import AOT, needs_cuda_plugin
 
@@ -131,9 +132,12 @@ def few_outputs(outputs, rows=32):
 @pytest.mark.parametrize("outputs, several", [(64, True), (96, False)])
 def test_as_few_outputs_as_ranks_come_in_addends(outputs, several):
     *weights, x = few_outputs(outputs)
+    weights.append(in_float8(weights[0]))
     with AOT("h100").tracing():
         shapes = [jax.eval_shape(lambda weight, x: as_weight(weight).addends(x), weight, x) for weight in weights]
-    assert [(found.shape[0] > 1, found.shape[1:]) for found in shapes] == [(several, (32, outputs))] * 2
+    assert [(found.shape[0] > 1, found.shape[1:]) for found in shapes] == [
+        (each, (32, outputs)) for each in (several, several, False)
+    ]
 
 
 @pytest.mark.gpu
