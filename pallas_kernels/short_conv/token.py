@@ -16,15 +16,15 @@ from pallas_kernels.transformations import number
 
 
 def short_conv_token(
-    x: Float[Array, "B 1 C+"],
+    x: Float[Array, "B 1 N"],
     weight: Float[Array, "C T"],
     inputs: Float[Array, "L R T-1 C"],
     layer: Int[Array, ""] | int,
     rows: Int[Array, "B"],
     *,
     activation: str,
-    units: tuple[int, int] = (0, 1),
-    eps: float = 0.0,
+    units: tuple[int, int],
+    eps: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 C"], Float[Array, "L R T-1 C"]]:
     """activation(Σ_j weight[:, j] · the j-th of the last T inputs), of which the first heads become unit vectors.
@@ -33,9 +33,9 @@ def short_conv_token(
     `rms_norm` round them one after the other.
 
     Args:
-        x: a token of each row, any floating dtype; features behind the channels have no part in it.
+        x: a token of each row, any floating dtype; features behind the C channels have no part in it.
         weight: a channel's factors of its last T tokens, the current one's last; a dtype of its own.
-        inputs: before the token, the newest last; the call may write its results there.
+        inputs: before the token, the newest last, any floating dtype; the call may write its results there.
         layer: which of them, int32.
         rows: the row of each token, int32, no two alike; R: none, whose sums are zeros.
         activation: Hugging Face's name.
@@ -48,7 +48,7 @@ def short_conv_token(
         differentiable: decoding has no backward pass.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, more unit vectors than channels, or an unknown activation.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     batch, reach, channels = x.shape[0], *inputs.shape[2:]
@@ -60,6 +60,10 @@ def short_conv_token(
     for name, (given, wanted) in expected.items():
         if given != wanted:
             raise ValueError(f"short_conv_token: {name}: expected shape {wanted}, got {given}, for x {x.shape}")
+    if units[0] * units[1] > channels:
+        raise ValueError(f"short_conv_token: units: expected heads of at most {channels} channels in all, got {units}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"short_conv_token: activation: expected one of {(*ACTIVATIONS,)}, got {activation!r}")
     facts = {"dtype": x.dtype, "kept": inputs.dtype, "channels": channels, "size": units[1], "numbers": inputs.size}
     chosen = REGISTRY.chosen(implementation, **facts)
     eps = number("short_conv_token", "eps", eps)

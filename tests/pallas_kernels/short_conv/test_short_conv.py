@@ -126,5 +126,11 @@ def test_a_token_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             short_conv_token(*given, **options)
+    for wrong, message in (
+        ({"units": (6, 32)}, r"units: expected heads of at most 160 channels in all, got \(6, 32\)"),
+        ({"activation": "tanh"}, "activation: expected one of .*, got 'tanh'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            short_conv_token(x, weight, inputs, layer, rows, **(options | wrong))
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         short_conv_token(x, weight, inputs, layer, rows, **options, implementation="triton")
