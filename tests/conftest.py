@@ -5,6 +5,9 @@ XLA's optimisations are off, its older emitter (a quarter of the newer one's com
 code stays in one piece (a tenth), and all workers share one cache of compiled programs beside the environments. A test
 marked `optimized` or `aot` has XLA's defaults for its optimisations. Fusions stay: without them jaxlib 0.11 compiles
 programs with wrong results.
+
+On a card XLA takes the first of its GEMMs that serves, where a test does not ask for the tried one: trying them out
+takes most of a compilation.
 """
 
 import ctypes
@@ -15,16 +18,19 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_FLAGS = []
 if os.environ["JAX_PLATFORMS"] == "cuda":  # a reference in float32 is computed beside the card
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    _FLAGS.append("--xla_gpu_autotune_level=0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and its cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Beside the environments: a process with an empty home looks through all fonts first, for seconds.
 os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).parents[1] / ".venv-test-matplotlib"))
 if "cpu" in os.environ["JAX_PLATFORMS"]:
-    _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+    _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
     if version("jaxlib").startswith("0.10."):
         _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     else:
@@ -127,6 +133,8 @@ def pytest_configure(config):
         config.option.fuzz = 1000 if config.option.tier == "all" else 400
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(progress.Progress(config))
+        if tiers.run(config) == "gpu" and hasattr(config.option, "maxschedchunk"):
+            config.option.maxschedchunk = 1  # few tests, of up to a hundred seconds: none waits behind another
 
 
 def pytest_ignore_collect(collection_path, config):

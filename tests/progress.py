@@ -25,7 +25,7 @@ class Progress:
     """Reports of the process that the others report to."""
 
     def __init__(self, config):
-        self.config, self.tier = config, "all" if config.getoption("tier") == "all" else "default"
+        self.config, self.run = config, tiers.run(config)
         self.expected: dict[str, float] = {}
         self.spent: dict[str, float] = collections.defaultdict(float)
         self.done, self.failed, self.begun, self.said = set(), [], time.monotonic(), 0.0
@@ -40,7 +40,7 @@ class Progress:
         modules = collections.Counter(self._module(nodeid) for nodeid in nodeids)
         for nodeid in nodeids:
             module = self._module(nodeid)
-            self.expected[nodeid] = known.get(module, {}).get(self.tier, 1.0) / modules[module] + 0.002
+            self.expected[nodeid] = known.get(module, {}).get(self.run, 1.0) / modules[module] + 0.002
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node, ids):
@@ -98,7 +98,7 @@ class Progress:
         if self.config.getoption("write_durations"):
             known = tiers.durations()
             for module, seconds in self.spent.items():
-                known.setdefault(module, {})[self.tier] = round(seconds, 1)
+                known.setdefault(module, {})[self.run] = round(seconds, 1)
             known = {module: known[module] for module in sorted(known) if (tiers.TESTS / module).exists()}
             tiers.DURATIONS.write_text(_table(known))
 

@@ -28,8 +28,15 @@ def add_options(parser):
     )
 
 
+def run(config) -> str:
+    """Which of a module's durations this run's tests have: "gpu" with -m gpu, else the tier."""
+    if config.getoption("markexpr") == "gpu":
+        return "gpu"
+    return "all" if config.getoption("tier") == "all" else "default"
+
+
 def durations() -> dict[str, dict[str, float]]:
-    """Module → tier ("default", "all") → seconds of a core."""
+    """Module → run ("default", "all", "gpu") → seconds of a core."""
     return json.loads(DURATIONS.read_text())
 
 
@@ -37,6 +44,8 @@ def is_left_out(path, config) -> bool:
     """Whether a module has no test for this run, as its seconds or its text say: it is not even imported."""
     if path.suffix != ".py" or path.name == "conftest.py":
         return False
+    if run(config) == "gpu" and "mark.gpu" not in path.read_text():
+        return True
     share = config.getoption("share")
     if share == "older" and not any(f"mark.{mark}" in path.read_text() for mark in OLDER):
         return True
@@ -69,10 +78,10 @@ def select(config, items) -> None:
 
     left_out = {item for item in items if is_out(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    known, tier = durations(), "all" if config.getoption("tier") == "all" else "default"
+    known = durations()
 
     def seconds(item) -> float:
-        return known.get(item.path.relative_to(TESTS).as_posix(), {}).get(tier, 0.0)
+        return known.get(item.path.relative_to(TESTS).as_posix(), {}).get(run(config), 0.0)
 
     # The slowest modules first: at the end no worker waits for another's.
     items[:] = sorted((item for item in items if item not in left_out), key=seconds, reverse=True)

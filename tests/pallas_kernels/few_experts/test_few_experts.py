@@ -1,6 +1,4 @@
-"""The passes for a few tokens of a mixture, interpreted, against sums in float64; on the card, as interpreted."""
-
-import functools
+"""The passes for a few tokens of a mixture, interpreted and on the card, against sums in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from pallas_kernels.moe_routing import RouterSettings, route
 
 # Largest error over largest value: roundings of rank products, of s·B and of the result to bfloat16.
 TOLERANCE = 2**-7
-CLAMP = (1.0, 1.702)
+CLAMP = (7.0, 1.702)
 
 
 def wide(array):
@@ -37,7 +35,7 @@ class Case:
         self.x = self.normal(tokens, width).astype(jnp.bfloat16)
         pairs, (inner, outer) = self.flat.size, ((rank, rank) if isinstance(rank, int) else rank)
         self.inner, self.outer = self.adapter(inner, width, 2 * features), self.adapter(outer, features, width)
-        self.bias = [self.normal(num_experts, size) if biased else None for size in (2 * features, width)]
+        self.bias = [3 * self.normal(num_experts, size) if biased else None for size in (2 * features, width)]
         self.base = self.normal(pairs, 2 * features).astype(jnp.bfloat16)
         self.y = self.normal(pairs, width).astype(jnp.bfloat16)
 
@@ -45,9 +43,11 @@ class Case:
         return jnp.asarray(self.rng.standard_normal(shape), jnp.float32)
 
     def adapter(self, rank, columns, rows):
+        """Its addends are about as large as what they are added to."""
         if not rank:
             return None
-        return Adapter(self.normal(self.num_experts, rank, columns), self.normal(self.num_experts, rows, rank), 0.5)
+        lora_A = self.normal(self.num_experts, rank, columns) / columns**0.5
+        return Adapter(lora_A, self.normal(self.num_experts, rows, rank), 0.5)
 
     def run(self, interpret, clamp=None):
         """Items, and the results of the passes."""
@@ -70,9 +70,38 @@ class Case:
         total = 0.0 if bias is None else wide(bias)[self.flat]
         if adapter is None:
             return total
-        rank = adapter.lora_A.shape[1]
-        scaled = adapter.scaling * wide(adapter.lora_B)[self.flat]
-        return total + np.einsum("pr,pfr->pf", wide(products).sum(0)[:, :rank], scaled)
+        return total + adapter.scaling * self.by_expert(
+            wide(products).sum(0)[:, : adapter.lora_A.shape[1]], adapter.lora_B
+        )
+
+    def by_expert(self, pairs, matrices):
+        """Each pair's row times its expert's matrix, transposed."""
+        result = np.zeros((len(pairs), matrices.shape[1]))
+        for expert in np.unique(self.flat):
+            result[self.flat == expert] = pairs[self.flat == expert] @ wide(matrices[expert]).T
+        return result
+
+    def check(self, found, clamp):
+        """What `run` has made."""
+        (table, count), products, h, shares, out = found
+        items = expected_items(self.experts, self.num_experts)
+        assert int(count[0]) == len(items) <= len(table)
+        np.testing.assert_array_equal(np.asarray(table)[: len(items)], items)
+        if products is not None:
+            rank = self.inner.lora_A.shape[1]
+            tokens = wide(self.x)[np.arange(self.flat.size) // self.experts.shape[1]]
+            inner, inside = np.split(wide(products).sum(0), [rank], axis=1)
+            close(inner, self.by_expert(tokens, self.inner.lora_A))
+            assert not inside.any()
+        gate, up = np.split(wide(self.base) + self.update(products, self.inner, self.bias[0]), 2, axis=1)
+        if clamp:
+            gate, up = np.minimum(gate, clamp[0]), 1 + np.clip(up, -clamp[0], clamp[0])
+        close(h, gate * (1 + np.tanh(gate * (clamp[1] if clamp else 1.0) / 2)) / 2 * up)
+        if shares is not None:
+            outer = wide(shares).sum(0)[:, : self.outer.lora_A.shape[1]]
+            close(outer, self.by_expert(wide(h), self.outer.lora_A))
+        y = wide(self.y) + self.update(shares, self.outer, self.bias[1])
+        close(out, np.einsum("nk,nke->ne", wide(self.weights), y.reshape(*self.experts.shape, -1)))
 
 
 def expected_items(experts, num_experts):
@@ -99,25 +128,7 @@ def expected_items(experts, num_experts):
 )
 def test_passes(sizes, clamp):
     case = Case(**sizes)
-    (table, count), products, h, shares, out = case.run(True, clamp)
-    items = expected_items(case.experts, case.num_experts)
-    assert int(count[0]) == len(items) <= len(table)
-    np.testing.assert_array_equal(np.asarray(table)[: len(items)], items)
-    if products is not None:
-        rank = case.inner.lora_A.shape[1]
-        tokens = wide(case.x)[np.arange(case.flat.size) // case.experts.shape[1]]
-        found, inside = np.split(wide(products).sum(0), [rank], axis=1)
-        close(found, np.einsum("pe,pre->pr", tokens, wide(case.inner.lora_A)[case.flat]))
-        assert not inside.any()
-    gate, up = np.split(wide(case.base) + case.update(products, case.inner, case.bias[0]), 2, axis=1)
-    if clamp:
-        gate, up = np.minimum(gate, clamp[0]), 1 + np.clip(up, -clamp[0], clamp[0])
-    close(h, gate / (1 + np.exp(-gate * (clamp[1] if clamp else 1.0))) * up)
-    if shares is not None:
-        found = wide(shares).sum(0)[:, : case.outer.lora_A.shape[1]]
-        close(found, np.einsum("pf,prf->pr", wide(h), wide(case.outer.lora_A)[case.flat]))
-    y = wide(case.y) + case.update(shares, case.outer, case.bias[1])
-    close(out, np.einsum("nk,nke->ne", wide(case.weights), y.reshape(*case.experts.shape, -1)))
+    case.check(case.run(True, clamp), clamp)
 
 
 ROUTERS = [
@@ -161,15 +172,7 @@ def test_route_on_the_card(tokens, num_experts, settings):
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32, 64])
 @pytest.mark.parametrize("rank, biased", [(16, False), (5, True), (128, False)])
 def test_on_the_card(tokens, rank, biased):
-    """Compiled and interpreted agree up to the order of sums, of Qwen3-30B-A3B, one expert of it chosen often."""
-    case = Case(tokens, 8, 128, 2048, 768, rank, biased)
+    """Of Qwen3-30B-A3B, one expert of it chosen often."""
+    case, clamp = Case(tokens, 8, 128, 2048, 768, rank, biased), CLAMP if biased else None
     jax.block_until_ready(jnp.full((64, 1024, 1024), jnp.nan))
-    run = functools.partial(case.run, clamp=CLAMP if biased else None)
-    (table, count), *found = run(False)
-    interpreted = jax.jit(lambda: run(True), compiler_options={"xla_allow_excess_precision": False})
-    (expected_table, expected_count), *expected = interpreted()
-    np.testing.assert_array_equal(count, expected_count)
-    np.testing.assert_array_equal(np.asarray(table)[: int(count[0])], np.asarray(expected_table)[: int(count[0])])
-    for ours, wanted in zip(found, expected, strict=True):
-        assert np.isfinite(wide(ours)).all()
-        close(ours, wide(wanted))
+    case.check(case.run(False, clamp), clamp)
