@@ -18,10 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = []
 if os.environ["JAX_PLATFORMS"] == "cuda":  # a reference in float32 is computed beside the card
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
-    _FLAGS.append("--xla_gpu_autotune_level=0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and its cores
@@ -30,7 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Beside the environments: a process with an empty home looks through all fonts first, for seconds.
 os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).parents[1] / ".venv-test-matplotlib"))
 if "cpu" in os.environ["JAX_PLATFORMS"]:
-    _FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
+    _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
     if version("jaxlib").startswith("0.10."):
         _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
     else:
@@ -41,6 +39,8 @@ if "cpu" in os.environ["JAX_PLATFORMS"]:
         # are begun in any order: with a thread a device, XLA's default on few cores, devices wait for each other for
         # ever.
         os.environ.setdefault("PJRT_NPROC", "32")
+    else:
+        _FLAGS.append("--xla_gpu_autotune_level=0")
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *_FLAGS]))
 
 import jax

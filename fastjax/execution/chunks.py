@@ -92,7 +92,7 @@ def feed_by_chunks(
     def run(state: Any, key: PRNGKeyArray | None, *tokens: Array) -> Array:
         return nnx.merge(graphdef, state)(key, *tokens)
 
-    decode = part.mlp.decoded_dtype(tokens[0].dtype)
+    decode = part.mlp.decoded_into(tokens[0].dtype)
     return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, size=size, decode=decode)
 
 
@@ -103,8 +103,8 @@ class _Call(NamedTuple):
         function: as in `by_chunks`.
         structure: of its state, with packed weights as leaves.
         size: tokens of a chunk, along the sequence.
-        decode: dtype into which packed weights are decoded before the loop, float8_e4m3fn for products in it; None:
-            they are not.
+        decode: dtype into which packed weights are decoded before the loop, or a value of `base_compute`; None: they
+            are not.
     """
 
     function: Function
@@ -126,8 +126,8 @@ class _Call(NamedTuple):
             return x, leaves
 
         def decode(weight: Weight) -> Any:
-            if self.decode == jnp.float8_e4m3fn:
-                return decoded_in_float8(weight, gradient=gradient)
+            if isinstance(self.decode, str):
+                return decoded_in_float8(weight, self.decode == "float8", gradient=gradient)
             return weight.dequantize(self.decode)
 
         island = local(decode, in_specs=P(), out_specs=P())
@@ -159,8 +159,8 @@ def by_chunks(
         x: the input in whose place the output, of the same shape and dtype, comes.
         *others: further inputs.
         size: tokens of a chunk, along the sequence, in each device's part of a row.
-        decode: dtype in which the function reads packed weights, float8_e4m3fn where its products are in float8; they
-            are decoded into it before the loop. None: the function decodes them.
+        decode: dtype in which the function reads packed weights, or a value of `base_compute` where its products are
+            in float8; they are decoded into it before the loop. None: the function decodes them.
     """
     leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, Weight))
     return _by_chunks(_Call(function, structure, size, decode), key, leaves, x, others)

@@ -92,12 +92,13 @@ class Decoder(nnx.Module):
         self.rank_owners: Constant | None = None
         self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
-        float8 = precision.base_compute == "float8"
         self.layers = nnx.List(
             [
                 nnx.List(
                     [
-                        DecoderLayer(LayerInputs(config, index, w, a, precision.in_layer(index), float8))
+                        DecoderLayer(
+                            LayerInputs(config, index, w, a, precision.in_layer(index), precision.base_compute)
+                        )
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )

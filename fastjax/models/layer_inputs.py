@@ -28,7 +28,7 @@ class LayerInputs(NamedTuple):
     weights: Mapping[str, Any]
     adapters: Mapping[str, Any]
     float32: Collection[str] = ()
-    float8: bool = False
+    base_compute: str | None = None
 
     @property
     def layer(self) -> Layer:
@@ -47,7 +47,9 @@ class LayerInputs(NamedTuple):
         lora = {part: self.adapters[module] for part, module in modules.items() if module in self.adapters}
         wide = [part for part, module in modules.items() if module in self.float32]
         bias = array_at(self.weights, group.path.with_leaf("bias")) if group.bias else None
-        return Projection(group.parts, array_at(self.weights, group.path), bias, lora, wide, float8=self.float8)
+        return Projection(
+            group.parts, array_at(self.weights, group.path), bias, lora, wide, base_compute=self.base_compute
+        )
 
     def norm(self, part: str, block: str = "", eps: float | None = None) -> Norm:
         """A normalisation of a block; "": of the layer. It has no scale where the family's table has none.

@@ -135,8 +135,10 @@ class MLP(nnx.Module):
         """Whether a projection goes through a fake quantiser."""
         return any(projection.quantizer is not None for projection in (self.gate_up, self.down))
 
-    def decoded_dtype(self, dtype: jnp.dtype) -> jnp.dtype | None:
+    def decoded_into(self, dtype: jnp.dtype) -> jnp.dtype | str | None:
         """The dtype in which the block's products read its weights; None: in several, or otherwise than in products.
+
+        A value of `base_compute` where products are in float8.
 
         Args:
             dtype: of the block's input.
@@ -145,8 +147,8 @@ class MLP(nnx.Module):
         if self.float32 or any(adapter.magnitude is not None for adapter in adapters):
             return None
         dtypes = {*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}
-        if dtypes == {jnp.dtype(jnp.bfloat16)} and self.gate_up.float8 and self.down.float8:
-            return jnp.dtype(jnp.float8_e4m3fn)
+        if dtypes == {jnp.dtype(jnp.bfloat16)} and self.gate_up.base_compute == self.down.base_compute is not None:
+            return self.down.base_compute
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def block(self) -> Block:

@@ -26,7 +26,8 @@ class Precision:
         param_dtype: dtype of the trained arrays.
         float32_modules: paths of the modules in float32: "norm", "layers.0.self_attn.q_proj", and
             "layers.0.self_attn" for all of it, the attention included.
-        base_compute: "float8" where the products of the layers' frozen matrices are computed in it; None: in `dtype`.
+        base_compute: "float8" where the products of the layers' frozen matrices are computed in it, "float8_backward"
+            where those to their inputs are; None: in `dtype`.
     """
 
     dtype: jnp.dtype

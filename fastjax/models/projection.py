@@ -44,9 +44,9 @@ class Projection(nnx.Module):
         adapters: Mapping[str, LoraLinear] | None = None,
         float32: Collection[str] = (),
         tokens: TrainableTokens | None = None,
-        float8: bool = False,
+        base_compute: str | None = None,
     ):
-        self.parts, self.float8 = tuple(parts), float8
+        self.parts, self.base_compute = tuple(parts), base_compute
         self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
         self.bias = None if bias is None else BaseParam(bias)
         self.adapters = nnx.Dict(dict(adapters or {}))
@@ -59,7 +59,7 @@ class Projection(nnx.Module):
     def operand(self) -> WeightLike:
         """The weight as its products take it."""
         weight = self.weight.get_value()
-        return in_float8(weight) if self.float8 else weight
+        return weight if self.base_compute is None else in_float8(weight, self.base_compute == "float8")
 
     def __call__(
         self,

@@ -81,8 +81,10 @@ def _check(projection: Projection, where: str, aware: QuantizationAware) -> None
     """Refuse what a fake quantiser does not serve."""
     weight, scheme = as_weight(projection.weight.get_value()), aware.weights
     names = ", ".join(part for part, _ in projection.parts)
-    if projection.float8:
-        raise ConfigError("base_compute: expected none with qat, whose formats have their own values, got float8")
+    if projection.base_compute is not None:
+        raise ConfigError(
+            f"base_compute: expected none with qat, whose formats have their own values, got {projection.base_compute}"
+        )
     if projection.float32:
         raise ConfigError(
             f"float32_modules: expected none of {where}.({names}) with qat, or these in qat.modules_to_not_quantize too"

@@ -1,4 +1,4 @@
-"""Products of a frozen weight of any format in float8_e4m3fn, forward and to its input.
+"""Products of a frozen weight of any format in float8_e4m3fn, forward and to its input, or to its input alone.
 
 Both operands are rounded to float8 with a scale a row, along the axis that is not summed: of x a token and of W an
 output feature, or of dy a token and of Wᵀ an input feature. What a weight has for that is its `Weight.float8`; the
@@ -32,28 +32,33 @@ def row_specs(operand: Any) -> Any:
     return SCALED if isinstance(operand, float8.Scaled) else ROWS
 
 
-def in_float8(weight: WeightLike) -> Weight:
+def in_float8(weight: WeightLike, forward: bool = True) -> Weight:
     """A frozen weight whose products with bfloat16 are computed in float8.
 
     Args:
         weight: of any format; of several, each one's products are its own. One that is in float8 is itself.
+        forward: whether the forward pass's are too, or its gradient's alone.
     """
     if isinstance(weight, MixedWeight):
-        return MixedWeight(tuple(in_float8(piece) for piece in weight.weights))
-    return weight if isinstance(weight, Float8Compute) else Float8Compute(weight)
+        return MixedWeight(tuple(in_float8(piece, forward) for piece in weight.weights))
+    return weight if isinstance(weight, Float8Compute) else Float8Compute(weight, forward=forward)
 
 
-def decoded_in_float8(weight: WeightLike, *, gradient: bool) -> Weight:
+def decoded_in_float8(weight: WeightLike, forward: bool, *, gradient: bool) -> Weight:
     """A weight in float8 whose operands are made here, for many products.
 
     Args:
         weight: as of `in_float8`.
+        forward: as there; without it the operand of the forward pass is the matrix in bfloat16.
         gradient: whether the transpose is wanted too.
     """
     if isinstance(weight, MixedWeight):
-        return MixedWeight(tuple(decoded_in_float8(piece, gradient=gradient) for piece in weight.weights))
+        return MixedWeight(tuple(decoded_in_float8(piece, forward, gradient=gradient) for piece in weight.weights))
     plain = as_weight(weight)
-    return Float8Compute(weight, plain.float8(False), plain.float8(True) if gradient else None)
+    transposed = plain.float8(True) if gradient else None
+    if forward:
+        return Float8Compute(weight, plain.float8(False), transposed)
+    return Float8Compute(plain.dequantize(jnp.bfloat16), None, transposed, forward=False)
 
 
 @jax.tree_util.register_dataclass
@@ -65,11 +70,13 @@ class Float8Compute(Weight):
         weight: packed, or an array.
         operand: the matrix in float8, where it is made for several products; None: each makes its own.
         transposed_operand: its transpose, in the same way.
+        forward: whether the products of the forward pass are in float8, as those of its gradient are.
     """
 
     weight: WeightLike
     operand: Float8Operand | None = None
     transposed_operand: Float8Operand | None = None
+    forward: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -90,12 +97,12 @@ class Float8Compute(Weight):
         return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else self._own.transposed(dy)
 
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
-        """x·Wᵀ, one addend, however few the outputs are."""
-        return self.matmul(x[None])
+        """x·Wᵀ; in float8 one addend, however few the outputs are."""
+        return self.matmul(x[None]) if self.forward else self._own.addends(x)
 
     def matmul_scaled(self, x: Float[Array, "B S in"] | float8.Rounded) -> Float[Array, "B S out"] | float8.Scaled:
         """x·Wᵀ; of bfloat16 or float8 with the scales beside the product."""
-        if isinstance(x, float8.Rounded) or x.dtype == jnp.bfloat16:
+        if isinstance(x, float8.Rounded) or (self.forward and x.dtype == jnp.bfloat16):
             return _multiply(x, self, False)
         return self.matmul(x)
 
@@ -107,11 +114,11 @@ class Float8Compute(Weight):
 
     def reads_rounded(self, transposed: bool) -> bool:
         """Unless the other operand is to be multiplied before it is rounded."""
-        return not (transposed and self._own.float8_by_terms)
+        return not self._own.float8_by_terms if transposed else self.forward
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows."""
-        return in_float8(self._own.rows(rows).held)
+        return in_float8(self._own.rows(rows).held, self.forward)
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`, as its format decodes it."""
@@ -120,11 +127,11 @@ class Float8Compute(Weight):
     def concatenate(self, others: "list[Float8Compute]") -> Weight | None:
         """One weight below the other, or None where their formats do not allow it."""
         joined = self._own.concatenate([other._own for other in others])
-        return None if joined is None else Float8Compute(joined.held)
+        return None if joined is None else in_float8(joined.held, self.forward)
 
     def axes(self, out: str | None, into: str | None) -> Axes:
         """The axes of the weight's arrays."""
-        return Float8Compute(self._own.axes(out, into))
+        return Float8Compute(self._own.axes(out, into), forward=self.forward)
 
     @property
     def _own(self) -> Weight:
@@ -133,7 +140,7 @@ class Float8Compute(Weight):
 
 @jax.custom_vjp
 def _product(x: Array, weight: Float8Compute) -> Array:
-    return _result(x, weight, False)
+    return _result(x, weight, False) if weight.forward else matmul(x, weight.weight)
 
 
 def _forward(x: Array, weight: Float8Compute) -> tuple[Array, Float8Compute]:

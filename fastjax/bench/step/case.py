@@ -56,7 +56,9 @@ class StepCase:
     mlp_chunk: int | None = option(None, "tokens that an MLP computes at a time", metavar="N")
     mesh: "MeshShape | None" = several(None, "devices: one, or sizes of axes as in fsdp=2,tensor=2")
     compiler_options: tuple[str, ...] = several((), "XLA's options, NAME=VALUE,NAME=VALUE, or none")
-    base_compute: str | None = option(None, "dtype of the frozen matrices' products", choices=("float8",))
+    base_compute: str | None = option(
+        None, "dtype of the frozen matrices' products", choices=("float8", "float8_backward")
+    )
     qat: str | None = option(None, "quantisation-aware training", choices=tuple(NAMED))
     seed: int = option(3407, "of the adapters' first values", type=int)
 

@@ -49,7 +49,7 @@ def _tolerance(line: Line) -> float:
     """The difference of a first loss that rounding makes."""
     case, result = line.case, line.result
     tokens = (result.tokens_per_second or 0) * (result.step_seconds or 0)
-    amplified = case.config.moe is not None or case.base_compute is not None or case.qat is not None
+    amplified = case.config.moe is not None or case.base_compute == "float8" or case.qat is not None
     times, least = _DTYPES[result.dtype or "bfloat16"]
     rounding = _ROUNDING * max(1.0, (_TOKENS / tokens) ** 0.5) * (_AMPLIFIED if amplified else 1.0)
     return times * rounding + least * result.losses[0]

@@ -56,7 +56,7 @@ def test_chunks_equal_the_whole_in_value_and_gradients(name):
     graphdef, trained, frozen = nnx.split(module, trains, ...)
     whole_graph, state = nnx.split(module)
     key = jax.random.key(3) if "dropout" in name else None
-    decode = module.mlp.decoded_dtype(jnp.float32)
+    decode = module.mlp.decoded_into(jnp.float32)
 
     def run(state, key, x):
         return nnx.merge(whole_graph, state)(key, x)

@@ -57,7 +57,7 @@ def test_the_face_takes_the_options_as_keywords(function, others, changed):
             {"base_compute": "float8", "full_finetuning": True, "load_in_4bit": False},
             "base_compute: expected null with",
         ),
-        ({"base_compute": "float4"}, "base_compute: expected float8 or null, got 'float4'"),
+        ({"base_compute": "float4"}, "base_compute: expected one of float8, float8_backward or null, got 'float4'"),
         ({"new_tokens": [7]}, "new_tokens: expected a list of strings or null, got"),
         ({"float32_modules": "norm"}, "float32_modules: expected a list of strings or null, got 'norm'"),
         ({"layer_loop": "loop"}, "layer_loop: expected one of scan, unroll, got 'loop'"),

@@ -73,6 +73,27 @@ def test_products_are_those_of_the_rounded_operands(kind):
         assert 0.02 < np.linalg.norm(theirs - exact) / np.linalg.norm(exact) < 0.045
 
 
+@pytest.mark.exhaustive("nf4")
+@pytest.mark.parametrize("kind", ["nf4", "mixed", "dense", "fp8, rows"])
+def test_the_products_of_the_gradient_alone(kind):
+    """To the bit bfloat16's products forward and float8's back."""
+    base, rng, some = weight(kind), np.random.default_rng(2), slice(64, 128)
+    x, dy = (jnp.asarray(rng.normal(size=(2, 3, size)), jnp.bfloat16) for size in reversed(SHAPE))
+    both, back = in_float8(base), in_float8(base, forward=False)
+    for ours, theirs, out in (
+        (back, both, slice(None)),
+        (as_weight(back).rows(some), as_weight(both).rows(some), some),
+    ):
+        y, pull = jax.vjp(lambda x, ours=ours: matmul(x, ours), x)
+        np.testing.assert_array_equal(y, matmul(x, base)[..., out])
+        np.testing.assert_array_equal(as_weight(ours).matmul_scaled(x), y)
+        expected = as_weight(theirs).transposed(dy[..., out])
+        np.testing.assert_array_equal(pull(dy[..., out])[0], expected)
+        np.testing.assert_array_equal(as_weight(ours).transposed(dy[..., out]), expected)
+    if kind != "mixed":
+        assert not back.reads_rounded(False) and back.reads_rounded(True) == both.reads_rounded(True)
+
+
 def test_codes_with_scales_of_blocks_are_rounded_once_and_never_exceed_the_format():
     rng = np.random.default_rng(2)
     codes = jnp.asarray(rng.uniform(-448, 448, (100, 72)), jnp.float8_e4m3fn).at[0, 0].set(448.0).at[1, 1].set(jnp.nan)
@@ -197,21 +218,34 @@ def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(drop
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder):
+def test_a_step_whose_gradients_products_are_in_float8_has_bfloat16s_loss(folder):
+    _, exact = steps.gradients(model(folder, "float32"), batch())
+    plain, _ = steps.gradients(model(folder), batch())
+    metrics, found = steps.gradients(model(folder, base_compute="float8_backward"), batch())
+    _, both = steps.gradients(model(folder, base_compute="float8"), batch())
+    np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-6)
+    near, far = (min(cosines(jax.tree.leaves(tree), jax.tree.leaves(exact))) for tree in (found, both))
+    print(f"cosines with float32: backward alone from {near:.5f}, both passes from {far:.5f}")
+    assert near > far
+
+
+@pytest.mark.parametrize("base_compute", ["float8", "float8_backward"])
+def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder, base_compute):
     """Rows are rounded one by one, so chunks of them are rounded alike, but for XLA's bfloat16 in other fusions."""
-    whole, expected = steps.gradients(model(folder, base_compute="float8"), batch())
-    chunked = model(folder, base_compute="float8", mlp_chunk=128)
+    whole, expected = steps.gradients(model(folder, base_compute=base_compute), batch())
+    chunked = model(folder, base_compute=base_compute, mlp_chunk=128)
     metrics, found = steps.gradients(chunked, batch())
     np.testing.assert_allclose(metrics["loss"], whole["loss"], rtol=1e-4)
     near = min(cosines(jax.tree.leaves(found), jax.tree.leaves(expected)))
     assert near > 0.999, near
     decoder = chunked.module()
     mlp = decoder.layers[0][0].mlp
-    assert mlp.decoded_dtype(jnp.dtype(jnp.bfloat16)) == jnp.float8_e4m3fn
+    assert mlp.decoded_into(jnp.dtype(jnp.bfloat16)) == base_compute
 
 
-def test_several_devices_compute_what_one_does(folder):
-    ours = model(folder, base_compute="float8")
+@pytest.mark.parametrize("base_compute", ["float8", "float8_backward"])
+def test_several_devices_compute_what_one_does(folder, base_compute):
+    ours = model(folder, base_compute=base_compute)
     metrics, expected = steps.gradients(ours, batch())
     spread, found = steps.gradients(ours, batch(), mesh=make_mesh(data=2, fsdp=2, tensor=2))
     # Parts of a row along `tensor` have scales of their own; their sums are rounded to bfloat16, then added.

@@ -169,6 +169,9 @@ CASES = {
     "modules in float32": Case([BF16], {"r": 16}, float32_modules=["norm", "lm_head", "layers.0.self_attn"]),
     # One layer: through more of them its rounding alone makes another gradient.
     "float8": Case([BF16], {"r": 16}, KERNELS | {"num_hidden_layers": 1}, base_compute="float8", autotuned=True),
+    "float8, gradients alone": Case(
+        [BF16], {"r": 16}, KERNELS | {"num_hidden_layers": 1}, base_compute="float8_backward"
+    ),
     # The way to queries, keys and values is one unit with the norm where there is no bias.
     "float8, without biases": Case(
         [BF16],

@@ -36,10 +36,7 @@ def of_parts(own, products):
     matrices = [np.zeros((rows, 1)) if b is None else wide(b) for rows, b in zip(own.parts, own.lora_B, strict=True)]
     slots = np.split(products, len(matrices), axis=1)
     return np.concatenate(
-        [
-            slot[:, : b.shape[1]] @ b.T * scaling
-            for slot, b, scaling in zip(slots, matrices, own.scalings, strict=True)
-        ],
+        [slot[:, : b.shape[1]] @ b.T * scaling for slot, b, scaling in zip(slots, matrices, own.scalings, strict=True)],
         axis=1,
     )
 
