@@ -59,7 +59,7 @@ def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_D
 def _beside(options: LoadOptions) -> Iterator[str]:
     """The parts of an execution that the arrays know, by their places and products, and its record does not."""
     if options.base_compute is not None:
-        yield f", products of frozen matrices in {options.base_compute}"
+        yield f", products of frozen matrices in {options.base_compute.replace('_backward', ' in the backward pass')}"
     for name, given in (("embedding", options.offload_embedding), ("layers", options.offload_layers)):
         if given:
             yield f", {name} in the host's memory"
