@@ -133,7 +133,7 @@ def pytest_configure(config):
         config.option.fuzz = 1000 if config.option.tier == "all" else 400
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(progress.Progress(config))
-        if tiers.run(config) == "gpu" and hasattr(config.option, "maxschedchunk"):
+        if tiers.run(config) == "gpu" and getattr(config.option, "maxschedchunk", 1) is None:
             config.option.maxschedchunk = 1  # few tests, of up to a hundred seconds: none waits behind another
 
 
