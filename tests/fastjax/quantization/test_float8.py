@@ -229,6 +229,7 @@ def test_a_step_whose_gradients_products_are_in_float8_has_bfloat16s_loss(folder
     assert near > far
 
 
+@pytest.mark.exhaustive("float8")
 @pytest.mark.parametrize("base_compute", ["float8", "float8_backward"])
 def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder, base_compute):
     """Rows are rounded one by one, so chunks of them are rounded alike, but for XLA's bfloat16 in other fusions."""
@@ -243,6 +244,7 @@ def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder, base_comput
     assert mlp.decoded_into(jnp.dtype(jnp.bfloat16)) == base_compute
 
 
+@pytest.mark.exhaustive("float8")
 @pytest.mark.parametrize("base_compute", ["float8", "float8_backward"])
 def test_several_devices_compute_what_one_does(folder, base_compute):
     ours = model(folder, base_compute=base_compute)
