@@ -20,6 +20,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cuda":  # a reference in float32 is computed beside the card
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a test may have a process of its own
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and its cores

@@ -20,7 +20,7 @@ class LayerInputs(NamedTuple):
         weights: its tree of arrays.
         adapters: its adapters by path.
         float32: paths of its float32 modules.
-        float8: whether the products of its frozen matrices are computed in float8.
+        base_compute: of its frozen matrices (`Precision.base_compute`).
     """
 
     config: ModelConfig

@@ -31,7 +31,7 @@ class Projection(nnx.Module):
         adapters: by the part's name.
         float32: names of the parts computed in float32 whatever the input's dtype.
         tokens: trained rows in place of some of the weight's (of a head), or None.
-        float8: whether the weight's products with bfloat16 are computed in float8.
+        base_compute: which of the weight's products with bfloat16 are in float8 (`Precision.base_compute`); None: none.
         quantizer: a fake quantiser that weight and input go through, adapters merged; None: none.
         quantizing: whether it is in force, bool []; None: it is.
     """

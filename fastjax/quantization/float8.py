@@ -114,7 +114,10 @@ class Float8Compute(Weight):
 
     def reads_rounded(self, transposed: bool) -> bool:
         """Unless the other operand is to be multiplied before it is rounded."""
-        return not self._own.float8_by_terms if transposed else self.forward
+        if not transposed:
+            return self.forward
+        ready = self.transposed_operand
+        return not self._own.float8_by_terms if ready is None else ready.factors is None
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows."""

@@ -16,7 +16,7 @@ from fastjax.lora.mlp import Block, Operands, gated_block
 from fastjax.lora.rank_products import PartSpec
 from fastjax.parallel import make_mesh
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
-from fastjax.quantization.float8 import Float8Compute, in_float8
+from fastjax.quantization.float8 import Float8Compute, decoded_in_float8, in_float8
 from fastjax.quantization.weights import as_weight
 from pallas_kernels.float8 import Rounded, Scaled, quantize_rows
 from tests.support import families, steps, tiny
@@ -90,7 +90,11 @@ def test_the_products_of_the_gradient_alone(kind):
         expected = as_weight(theirs).transposed(dy[..., out])
         np.testing.assert_array_equal(pull(dy[..., out])[0], expected)
         np.testing.assert_array_equal(as_weight(ours).transposed(dy[..., out]), expected)
+    made = as_weight(decoded_in_float8(base, False, gradient=True))
+    np.testing.assert_array_equal(matmul(x, made), matmul(x, base))
+    np.testing.assert_array_equal(made.transposed(dy), as_weight(both).transposed(dy))
     if kind != "mixed":
+        assert made.reads_rounded(True) == both.reads_rounded(True)
         assert not back.reads_rounded(False) and back.reads_rounded(True) == both.reads_rounded(True)
 
 
@@ -220,13 +224,15 @@ def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(drop
 
 def test_a_step_whose_gradients_products_are_in_float8_has_bfloat16s_loss(folder):
     _, exact = steps.gradients(model(folder, "float32"), batch())
-    plain, _ = steps.gradients(model(folder), batch())
+    plain, others = steps.gradients(model(folder), batch())
     metrics, found = steps.gradients(model(folder, base_compute="float8_backward"), batch())
     _, both = steps.gradients(model(folder, base_compute="float8"), batch())
     np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-6)
     near, far = (min(cosines(jax.tree.leaves(tree), jax.tree.leaves(exact))) for tree in (found, both))
     print(f"cosines with float32: backward alone from {near:.5f}, both passes from {far:.5f}")
     assert near > far
+    apart = min(cosines(jax.tree.leaves(found), jax.tree.leaves(others)))
+    assert apart < 0.9995, "the gradient's products are bfloat16's"
 
 
 @pytest.mark.exhaustive("float8")
