@@ -20,10 +20,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cuda":  # a reference in float32 is computed beside the card
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a test may have a process of its own
-if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # and its cores
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and a test's own process share it
+if "PYTEST_XDIST_WORKER" in os.environ:  # and the cores
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Beside the environments: a process with an empty home looks through all fonts first, for seconds.
@@ -40,7 +39,7 @@ if "cpu" in os.environ["JAX_PLATFORMS"]:
         # are begun in any order: with a thread a device, XLA's default on few cores, devices wait for each other for
         # ever.
         os.environ.setdefault("PJRT_NPROC", "32")
-    else:
+    elif "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
         _FLAGS.append("--xla_gpu_autotune_level=0")
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *_FLAGS]))
 

@@ -23,7 +23,7 @@ from fastjax.errors import ConfigError
 from fastjax.execution.policies import POLICIES
 from fastjax.models.residual_stream import FeedForward
 from fastjax.parallel import CONTEXT, TENSOR, batch_devices, devices_along, local
-from fastjax.quantization.float8 import decoded_in_float8
+from fastjax.quantization.float8 import FORWARD, decoded_in_float8
 from fastjax.quantization.weight import Weight, after
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
 
         def decode(weight: Weight) -> Any:
             if isinstance(self.decode, str):
-                return decoded_in_float8(weight, self.decode == "float8", gradient=gradient)
+                return decoded_in_float8(weight, FORWARD[self.decode], gradient=gradient)
             return weight.dequantize(self.decode)
 
         island = local(decode, in_specs=P(), out_specs=P())

@@ -58,7 +58,7 @@ class LoadOptions:
     """float8: the products of the layers' frozen matrices, forward and to their inputs, are computed in float8_e4m3fn,
     both operands rounded to it with a scale a row, on an NVIDIA GPU of compute capability 8.9 or more: a step is a
     third to a half faster, at some cost in loss; adapters, attention and head stay as dtype says, which is bfloat16
-    then. float8_backward: those to their inputs alone, so that outputs and loss are as without. null: as dtype."""
+    then. float8_backward: those to their inputs alone; outputs are as without, gradients rounded. null: as dtype."""
     full_finetuning: bool = False
     """train every weight instead of an adapter."""
     unfrozen_parameters: Annotated[list[str], MinLen(1)] | None = None

@@ -15,7 +15,7 @@ from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.lora.token_rows import TrainableTokens
 from fastjax.lora.units import row_slices
 from fastjax.quantization import WeightLike, rows_of
-from fastjax.quantization.float8 import in_float8
+from fastjax.quantization.float8 import FORWARD, in_float8
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -59,7 +59,7 @@ class Projection(nnx.Module):
     def operand(self) -> WeightLike:
         """The weight as its products take it."""
         weight = self.weight.get_value()
-        return weight if self.base_compute is None else in_float8(weight, self.base_compute == "float8")
+        return weight if self.base_compute is None else in_float8(weight, FORWARD[self.base_compute])
 
     def __call__(
         self,

@@ -23,6 +23,10 @@ from pallas_kernels import float8
 SCALED: Any = float8.Scaled(ROWS, ROWS, P())  # pyright: ignore[reportArgumentType]
 
 
+#: Values of `base_compute`, and whether the products of the forward pass are in float8 too.
+FORWARD = {"float8": True, "float8_backward": False}
+
+
 def row_specs(operand: Any) -> Any:
     """The PartitionSpec of an array [B, S, …], or of a product in float8.
 

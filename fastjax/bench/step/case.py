@@ -57,7 +57,7 @@ class StepCase:
     mesh: "MeshShape | None" = several(None, "devices: one, or sizes of axes as in fsdp=2,tensor=2")
     compiler_options: tuple[str, ...] = several((), "XLA's options, NAME=VALUE,NAME=VALUE, or none")
     base_compute: str | None = option(
-        None, "dtype of the frozen matrices' products", choices=("float8", "float8_backward")
+        None, "all of the frozen matrices' products in float8, or the gradients'", choices=("float8", "float8_backward")
     )
     qat: str | None = option(None, "quantisation-aware training", choices=tuple(NAMED))
     seed: int = option(3407, "of the adapters' first values", type=int)
