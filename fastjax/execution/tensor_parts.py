@@ -2,7 +2,7 @@
 
 Of the projections that read a layer's input, each device has some output rows: its own query heads, the key heads that
 these read, its own features of gate and up. Of the projections back it has the input columns that belong to these, and
-their outputs are summed (`parallel.tokens`). So all that lies between is a device's own. The layers run in one island,
+their products are summed (`parallel.tokens`). So all that lies between is a device's own. The layers run in one island,
 as modules of a smaller model: heads, parts and weights are a device's part.
 
 A weight of several parts is held as one weight a part (`held_apart`), each split by its own rows; an adapter's A or B
@@ -25,12 +25,11 @@ from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.lora.units import row_slices
+from fastjax.lora.units import Tokens, row_slices
 from fastjax.models.context import Context
 from fastjax.models.layout import MIN_ADAPTER
 from fastjax.models.mixers.attention import Attention
 from fastjax.models.projection import Projection
-from fastjax.models.residual_stream import Tokens
 from fastjax.parallel import BATCH, CONTEXT, TENSOR, all_tokens, devices_along, local, own_sums, rows_split, split_axis
 from fastjax.parallel.islands import on_axes
 from fastjax.parallel.mesh import MESH_AXES, as_input
@@ -173,8 +172,7 @@ def layers_on_parts(
     def on_device(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
         local_layers = nnx.merge(graphdef, _by_keys(own_copy, state))
         for layer in local_layers:
-            _shrink(layer, devices)
-            layer.tokens = TensorTokens(split)
+            _shrink(layer, devices, TensorTokens(split))
         return run(local_layers, x, shared, *rest)
 
     rows = rows_split(x.shape[0])
@@ -235,11 +233,12 @@ def _count(axes: tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[name] for name in axes or ())
 
 
-def _shrink(layer: Any, devices: int) -> None:
-    """Make a layer with a device's part of the arrays a layer of that size."""
+def _shrink(layer: Any, devices: int, tokens: Tokens) -> None:
+    """Make a layer with a device's part of the arrays a layer of that size, and of a device's tokens."""
     mixer, mlp, device = layer.mixer, layer.mlp, lax.axis_index(TENSOR)
     if not isinstance(mixer, Attention):
         raise ConfigError(f"parallel.tensor: expected 1 with layers of {layer.block}, got {devices}")
+    layer.tokens = tokens
     heads, key_heads, size = mixer.shape
     mixer.shape = (heads // devices, key_heads // devices, size)
     if mixer.sinks is not None:
@@ -253,9 +252,7 @@ def _shrink(layer: Any, devices: int) -> None:
             projection.bias.set_value(_own_rows(projection.bias[...], sizes, devices, device))
     for projection in (*mixer.outer, *mlp.outer):
         projection.weight.set_value(_shard(projection.weight.get_value()))
-        if projection.bias is not None:  # added to one of the shares
-            bias = projection.bias[...]
-            projection.bias.set_value(jnp.where(device == 0, bias, jnp.zeros_like(bias)))
+        projection.output_tokens = tokens
 
 
 def _shard(weight: WeightLike) -> WeightLike:

@@ -26,12 +26,13 @@ from fastjax.lora.rank_products import (
     chosen_products,
     drops,
     into_dtypes,
+    large_product,
     product_gradients,
     rank_product_gradients,
     rank_products,
     stacked_B,
 )
-from fastjax.lora.units import row_slices, unit
+from fastjax.lora.units import WHOLE, Tokens, row_slices, unit
 from fastjax.quantization.weights import WeightLike, as_weight, matmul, rows_of
 from fastjax.residuals import name_residual
 from pallas_kernels import few_rows
@@ -45,6 +46,7 @@ def project(
     key: PRNGKeyArray | None,
     dropped: Float[Array, "B S in"] | None = None,
     residual: Float[Array, "B S out"] | None = None,
+    tokens: Tokens = WHOLE,
 ) -> Float[Array, "B S out"]:
     """The parts' outputs side by side, without bias, in the dtype of x; `split_parts` takes them apart.
 
@@ -56,10 +58,11 @@ def project(
         key: the layer's dropout key; None switches dropout off.
         dropped: the adapters' input, from a caller that has drawn the dropout.
         residual: added to the outputs, in the dtype of x.
+        tokens: those of the outputs.
     """
     lora = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not lora:
-        y = matmul(x, weight)
+        y = tokens.own_sums(matmul(x, weight))
         return name_residual(y if residual is None else residual + y, "projection")
     slices = row_slices(rows for _, rows in sizes)
     pairs = zip(sizes, slices, strict=True)
@@ -68,7 +71,7 @@ def project(
     if random and any(scale is not None for scale in scales.values()):
         y = _dropped_dora(sizes, weight, lora, scales, x, key, dropped)
         return y if residual is None else residual + y
-    parts = describe(sizes, lora)
+    parts = describe(sizes, lora, tokens)
     present = {name: scale for name, scale in scales.items() if scale is not None}
     drawn = None if dropped is not None else key
     return _unit(parts, x, residual, dropped, weight, matrices_of(lora), present, drawn)
@@ -112,28 +115,32 @@ def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
     return {name: adapter.matrices for name, adapter in adapters.items()}
 
 
-def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[PartSpec, ...]:
+def describe(
+    sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear], tokens: Tokens = WHOLE
+) -> tuple[PartSpec, ...]:
     """The static description of a weight's parts and their adapters.
 
     Args:
         sizes: (name, output rows) of each.
         adapters: by the part's name.
+        tokens: those of their output.
     """
 
     def part(name: str, rows: int) -> PartSpec:
         if (adapter := adapters.get(name)) is None:
-            return PartSpec(name, rows)
+            return PartSpec(name, rows, tokens=tokens)
         rank = adapter.lora_A.get_value().shape[-2]
-        return PartSpec(name, rows, rank, adapter.scaling, adapter.dropout, adapter.largest)
+        return PartSpec(name, rows, rank, adapter.scaling, adapter.dropout, adapter.largest, tokens)
 
     return tuple(part(name, rows) for name, rows in sizes)
 
 
 def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    inner = name_residual(chosen_products(parts, matrices, rank_products(parts, matrices, read, key)), "lora")
+    products = chosen_products(parts, matrices, rank_products(parts, matrices, read, key))
+    inner = name_residual(parts[0].tokens.own_sums(products), "lora")
     lora_B = stacked_B(parts, matrices, x.dtype)
-    y = add_products(parts, as_weight(weight).matmul_scaled(x), inner, lora_B, None if scales else residual)
+    y = add_products(parts, large_product(parts[0], weight, x), inner, lora_B, None if scales else residual)
     before = y = name_residual(y, "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
@@ -143,7 +150,7 @@ def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
 
 def _few(parts, x, residual, dropped, weight, matrices, scales, key):
     adapters = adapters_of(parts, matrices)
-    if dropped is not None or scales or drops(parts, key) or not served(x, adapters):
+    if dropped is not None or scales or drops(parts, key) or parts[0].tokens.shared or not served(x, adapters):
         return None
     rows, residual = flat(x), None if residual is None else flat(residual)
     products = few_rows.rank_products(rows, adapters)
@@ -163,6 +170,7 @@ def _backward(parts, residuals, dy):
         dscales = {name: dscales[name] for name in scales}
         dy = (wide * _columns(parts, scales)).astype(dy.dtype)
     dproducts, dB = product_gradients(parts, dy, inner, stacked_B(parts, matrices, dy.dtype))
+    dy, dproducts = map(parts[0].tokens.all_of, (dy, dproducts))
     dx, dread = as_weight(weight).transposed(dy), None
     if dropped is None:
         dx, dA = rank_product_gradients(parts, matrices, dx, x, dproducts, key)

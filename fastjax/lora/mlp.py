@@ -25,6 +25,7 @@ from fastjax.lora.rank_products import (
     chosen_products,
     drops,
     into_dtypes,
+    large_product,
     product_gradients,
     rank_product_gradients,
     rank_products,
@@ -119,18 +120,19 @@ def _forward(block: Block, x, residual, arrays: Operands):
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
     down_A = stacked_A((block.down,), arrays.matrices, x.dtype) if inside else None
-    below: Any = as_weight(arrays.down)
+    below, tokens = as_weight(arrays.down), block.down.tokens
     # An adapter whose input is dropped reads h itself.
     rounded = bool(inside or not block.down.rank) and x.dtype == jnp.bfloat16 and below.reads_rounded(False)
     h, product_down = _gate(block, gate_up, inner, down_A, rounded=rounded)
     if block.down.rank:
         if product_down is None:
             product_down = rank_products((block.down,), arrays.matrices, h, arrays.key)
-        product_down = name_residual(chosen_products((block.down,), arrays.matrices, product_down), "lora")
+        chosen = chosen_products((block.down,), arrays.matrices, product_down)
+        product_down = name_residual(tokens.own_sums(chosen), "lora")
         lora_B = stacked_B((block.down,), arrays.matrices, x.dtype)
-        y = add_products((block.down,), below.matmul_scaled(h), product_down, lora_B, residual)
+        y = add_products((block.down,), large_product(block.down, below, h), product_down, lora_B, residual)
     else:
-        y = scaled_values(below.matmul_scaled(h)).astype(x.dtype)
+        y = scaled_values(large_product(block.down, below, h)).astype(x.dtype)
         y = y if residual is None else residual + y
     products = None if inner is None else inner.products
     return y, (x, gate_up, products, product_down, arrays, residual is not None)
@@ -139,7 +141,7 @@ def _forward(block: Block, x, residual, arrays: Operands):
 def _few(block: Block, x, residual, arrays: Operands):
     inner, down = (adapters_of(parts, arrays.matrices) for parts in (block.parts, (block.down,)))
     prepared = arrays.prepared
-    if arrays.bias is not None or drops((*block.parts, block.down), arrays.key):
+    if arrays.bias is not None or drops((*block.parts, block.down), arrays.key) or block.down.tokens.shared:
         return None
     if (prepared is not None and prepared.rows is not None) or not served(x, inner) or not served(x, down):
         return None
@@ -160,12 +162,13 @@ def _backward(block: Block, residuals, dy):
     down, matrices, gradients = block.down, arrays.matrices, {}
     inner = None if products is None else Inner(products, _inner_B(block, arrays, x.dtype))
     dropped = drops((down,), arrays.key)
-    dproduct_down, down_A = None, None
+    dproduct_down, down_A, dresidual = None, None, dy if added else None
     if down.rank:
         dproduct_down, dB_down = product_gradients((down,), dy, product_down, stacked_B((down,), matrices, dy.dtype))
         gradients[down.name] = None, dB_down[down.name]
+        dproduct_down = down.tokens.all_of(dproduct_down)
         down_A = None if dropped else stacked_A((down,), matrices, dy.dtype)
-    below = as_weight(arrays.down)
+    dy, below = down.tokens.all_of(dy), as_weight(arrays.down)
     dh: Any = below.transposed(dy) if dropped and down.rank else below.transposed_scaled(dy)
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
     # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
@@ -192,7 +195,7 @@ def _backward(block: Block, residuals, dy):
             column = max(part.rank for part in block.parts)
             dbias = dB[:, :, column].reshape(-1).astype(arrays.bias.dtype)
     dweight, ddown = as_weight(arrays.gate_up).gradient(dgate_up, x), as_weight(arrays.down).gradient(dy, h)
-    return dx, dy if added else None, Operands(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, prepared)  # pyright: ignore
+    return dx, dresidual, Operands(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, prepared)  # pyright: ignore
 
 
 _unit = unit(_forward, _backward, few=_few)

@@ -7,16 +7,17 @@ makes both anew from the trained arrays: they are small.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
-from fastjax.lora.units import on_rows, row_slices
+from fastjax.lora.units import WHOLE, Tokens, on_rows, row_slices
 from fastjax.quantization.dense import linear
-from pallas_kernels.float8 import Rounded, Scaled
+from fastjax.quantization.weights import WeightLike, as_weight
+from pallas_kernels.float8 import Rounded, Scaled, scaled_values
 from pallas_kernels.low_rank import (
     low_rank_add,
     low_rank_input_gradients,
@@ -36,6 +37,8 @@ class PartSpec(NamedTuple):
         scaling: of the adapter.
         dropout: of the adapter's input.
         largest: where adapters are joined (`lora.joined`) the largest rank of one; 0: they are not.
+        tokens: those of its output. Where several devices share the layer the products are summed over them before B:
+            an adapter's addend is smaller than what rounding a device's share leaves of it.
     """
 
     name: str
@@ -44,6 +47,7 @@ class PartSpec(NamedTuple):
     scaling: float = 1.0
     dropout: float = 0.0
     largest: int = 0
+    tokens: Tokens = WHOLE
 
 
 #: (A [R, in], B [out, R]) of the parts with an adapter, by name, in the dtype of training; where adapters are joined
@@ -179,6 +183,18 @@ def rank_product_gradients(
         # a mask and a factor: its transpose is itself
         dx = dx + drop(linear(dproduct, matrices[part.name][0].T), key, part.name, part.dropout)
     return dx, dA
+
+
+def large_product(part: PartSpec, weight: WeightLike, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | Scaled:
+    """x·Wᵀ as `add_products` takes it; where devices share the layer its sums, of the tokens of the output.
+
+    Args:
+        part: of the weight, the first one.
+        weight: [out, in].
+        x: the input.
+    """
+    product: Any = as_weight(weight).matmul_scaled(x)
+    return part.tokens.own_sums(scaled_values(product).astype(x.dtype)) if part.tokens.shared else product
 
 
 def add_products(

@@ -7,10 +7,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.float8 import row_specs
 from pallas_kernels.float8 import Rounded, Scaled, flat_rows
+
+
+class Tokens:
+    """The tokens of the residual stream that a layer has: all of them. An execution that shares layers has others.
+
+    Attributes:
+        shared: whether several devices share the layer: each has some tokens of the stream, and of the products that go
+            back to it a share of the sum.
+    """
+
+    shared = False
+
+    def all_of(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The tokens of all devices, from each one's own."""
+        return x
+
+    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The sums over the devices, of each one's own tokens."""
+        return x
+
+
+WHOLE = Tokens()
 
 
 def unit(

@@ -10,13 +10,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.layers import MOE
 from fastjax.lora.params import Constant
+from fastjax.lora.units import WHOLE
 from fastjax.models.context import Context, Sums, added
 from fastjax.models.layer_inputs import LayerInputs
 from fastjax.models.mixers import MIXERS, Mixer
 from fastjax.models.mlp import build_mlp
 from fastjax.models.moe import Mixture, build_mixture
 from fastjax.models.projection import low_rank_adapters, quantized_projections
-from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
+from fastjax.models.residual_stream import FeedForward, Stream
 from fastjax.residuals import ATTENDED
 
 

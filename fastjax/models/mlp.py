@@ -156,7 +156,7 @@ class MLP(nnx.Module):
         return Block(
             self.activation,
             describe(self.gate_up.parts, self.gate_up.adapters),
-            *describe(self.down.parts, self.down.adapters),
+            *describe(self.down.parts, self.down.adapters, self.down.output_tokens),
         )
 
     def operands(self, key: PRNGKeyArray | None) -> Operands:

@@ -13,7 +13,7 @@ from fastjax.lora.linear import project, split_parts
 from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraLinear, SavedParam
 from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.lora.token_rows import TrainableTokens
-from fastjax.lora.units import row_slices
+from fastjax.lora.units import WHOLE, row_slices
 from fastjax.quantization import WeightLike, rows_of
 from fastjax.quantization.float8 import FORWARD, in_float8
 
@@ -34,6 +34,7 @@ class Projection(nnx.Module):
         base_compute: which of the weight's products with bfloat16 are in float8 (`Precision.base_compute`); None: none.
         quantizer: a fake quantiser that weight and input go through, adapters merged; None: none.
         quantizing: whether it is in force, bool []; None: it is.
+        output_tokens: the tokens of its output, which devices that share the layer sum.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Projection(nnx.Module):
         self.tokens = tokens
         self.quantizer: Quantizer | None = None
         self.quantizing: Constant | None = None
+        self.output_tokens = WHOLE
 
     @property
     def operand(self) -> WeightLike:
@@ -137,7 +139,7 @@ class Projection(nnx.Module):
             quantizing = None if self.quantizing is None else self.quantizing[...]
             return project_quantized(self.quantizer, sizes, weight, self.adapters, x, residual, quantizing)
         drawn = None if dropped is None else dropped.astype(x.dtype)
-        return project(sizes, weight, self.adapters, x, key, drawn, residual)
+        return project(sizes, weight, self.adapters, x, key, drawn, residual, self.output_tokens)
 
 
 class Embedding(nnx.Module):

@@ -8,33 +8,11 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.norm import NormConstants, PreparedRows, normed_products
 from fastjax.lora.rank_products import drops
+from fastjax.lora.units import Tokens
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.quantization.weights import as_weight
-from fastjax.residuals import name_residual
-
-
-class Tokens:
-    """The tokens of the stream that a layer has: all of them. An execution that shares layers has others.
-
-    Attributes:
-        shared: whether several devices share the layer: each has some tokens between the parts, and of each part's
-            output a share of the sum.
-    """
-
-    shared = False
-
-    def all_of(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """The tokens of all devices, from each one's own."""
-        return x
-
-    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """The sums over the devices, of each one's own tokens."""
-        return x
-
-
-WHOLE = Tokens()
 
 
 class Stream(nnx.Module):
@@ -57,8 +35,8 @@ class Stream(nnx.Module):
 
     @property
     def as_is(self) -> bool:
-        """Whether the output is added as it is; one in shares is a sum first."""
-        return not self.tokens.shared and self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
+        """Whether the output is added as it is."""
+        return self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
     def normed(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
         """The residual stream, to be read in its place; the part's input."""
@@ -99,8 +77,6 @@ class Stream(nnx.Module):
             output: of the part.
             key: the layer's dropout key.
         """
-        if self.tokens.shared:
-            output = name_residual(self.tokens.own_sums(output), "projection")
         output = drop(output, key, self.name, self.dropout)
         output = output if self.after is None else self.after(output)
         if self.multiplier != 1.0:

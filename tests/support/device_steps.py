@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fastjax.runs.steps import sums_once
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels import dispatch
 from tests.support import steps, tiny
@@ -75,19 +76,26 @@ def in_dtype(model, dtype):
     return model.replace(graphdef=graphdef, frozen=frozen, precision=precision)
 
 
-def step_on(device, model, batch, *, key=0, compiler_options=None):
+def step_on(device, model, batch, *, key=0, mesh=None, compiler_options=None):
     """The outcome of one step of a model; its arrays may lie anywhere.
 
     Args:
-        device: where it runs.
+        device: where it runs, or the first of the mesh.
         model: with its trained arrays.
         batch: on the host.
         key: number of the dropout's key.
+        mesh: of several devices, as in a run.
         compiler_options: XLA's.
     """
     scale = LOSS_SCALE if model.dtype == jnp.float16 else None
     step = make_train_step(
-        model.graphdef, steps.RECORDER, model.trainable_filter, donate=False, compiler_options=compiler_options
+        model.graphdef,
+        steps.RECORDER,
+        model.trainable_filter,
+        donate=False,
+        mesh=mesh,
+        sum_once=sums_once(model, mesh),
+        compiler_options=compiler_options,
     )
     with jax.default_device(device), selections() as chosen:
         trainable, frozen = jax.device_put((model.trainable, model.frozen), device)

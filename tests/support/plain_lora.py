@@ -28,6 +28,12 @@ def mlp(block, x, key):
 
 def everywhere(monkeypatch):
     """Replace the units by it."""
-    monkeypatch.setattr("fastjax.models.projection.project", reference.project)
+
+    def project(*arguments):
+        *arguments, tokens = arguments
+        assert not tokens.shared
+        return reference.project(*arguments)
+
+    monkeypatch.setattr("fastjax.models.projection.project", project)
     for module in (MLP, Attention):
         monkeypatch.setattr(module, "why_not_fused", lambda self, *case: "the test says so")

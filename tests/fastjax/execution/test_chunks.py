@@ -10,10 +10,11 @@ from fastjax.errors import ConfigError
 from fastjax.execution.chunks import by_chunks, check_chunk, chunk_size
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.params import LoraParam
+from fastjax.lora.units import WHOLE
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.models.residual_stream import WHOLE, FeedForward, Stream
+from fastjax.models.residual_stream import FeedForward, Stream
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, distance, value_and_gradients
 from tests.fastjax.lora.test_mlp import FEATURES, make
 from tests.support import families, tiny

@@ -18,6 +18,7 @@ from convert.families.mapping import read_config
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.variants import with_checkpointing
+from fastjax.parallel import make_mesh
 from fastjax.training.compiled import reproducible
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels import dispatch
@@ -37,6 +38,9 @@ KERNELS = tiny.config(
     initializer_range=0.06,
     tie_word_embeddings=False,
 )
+#: Without biases, as most families have them: then the ways to queries, keys and values and to the gated block are
+#: units with their norms.
+PLAIN = KERNELS | {"attention_bias": False, "mlp_bias": False}
 #: A layer of Llama 3's 8 billion parameters.
 LARGE = {
     "model_type": "llama",
@@ -176,7 +180,7 @@ CASES = {
     "float8, without biases": Case(
         [BF16],
         {"r": 16},
-        KERNELS | {"num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False},
+        PLAIN | {"num_hidden_layers": 1},
         rows="full",
         loop="unroll",
         remat="projections",
@@ -250,16 +254,21 @@ def card():
     return jax.devices()[0]
 
 
+def reference(model, batch):
+    """The outcome in float32 on the CPU, and by how much bfloat16 there is off."""
+    model = with_checkpointing(model, "none")  # the same numbers of a smaller program
+    wide = device_steps.in_dtype(model, F32)
+    exact = device_steps.step_on(device_steps.cpu(), wide, batch, compiler_options=device_steps.QUICK)
+    plain = device_steps.step_on(device_steps.cpu(), model, batch, compiler_options=device_steps.ROUNDED)
+    assert {chosen for _, chosen in exact.chosen | plain.chosen} <= {"xla", "decode_first"}  # of experts in 4 bits
+    return exact, device_steps.errors(plain, exact)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_every_gradient(name, tmp_path):
     case = CASES[name]
     model, batch = made(case, tmp_path), rows_of(case)
-    reference = with_checkpointing(model, "none")  # the same numbers of a smaller program
-    wide = device_steps.in_dtype(reference, F32)
-    exact = device_steps.step_on(device_steps.cpu(), wide, batch, compiler_options=device_steps.QUICK)
-    plain = device_steps.step_on(device_steps.cpu(), reference, batch, compiler_options=device_steps.ROUNDED)
-    assert {chosen for _, chosen in exact.chosen | plain.chosen} <= {"xla", "decode_first"}  # of experts in 4 bits
-    yardstick = device_steps.errors(plain, exact)
+    exact, yardstick = reference(model, batch)
     for dtype in case.dtypes:
         found = device_steps.step_on(
             card(), device_steps.in_dtype(model, dtype), batch, compiler_options=TUNED if case.autotuned else None
@@ -270,6 +279,25 @@ def test_loss_and_every_gradient(name, tmp_path):
             none = case.gated is None or not model.config.gated
             none |= case.adapter is None and "mlp.gate_up" in model.config.biases
             assert gated == (set() if none else {"xla" if dtype == F32 else case.gated})
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("axis", "config"),
+    [
+        *((axis, PLAIN) for axis in ("data", "fsdp", "context", "tensor")),
+        ("expert", EXPERTS),
+        *((axis, LARGE) for axis in ("fsdp", "tensor")),
+    ],
+    ids=["data", "fsdp", "context", "tensor", "expert", "fsdp, 8B's width", "tensor, 8B's width"],
+)
+def test_two_cards(axis, config, tmp_path):
+    """As on one: what they hold, compute and exchange changes no more than rounding does."""
+    case = Case([BF16], {"r": 16}, config, rows="full", remat="projections")
+    model, batch = made(case, tmp_path), rows_of(case)
+    exact, yardstick = reference(model, batch)
+    found = device_steps.step_on(card(), model, batch, mesh=make_mesh(**{axis: 2}))
+    device_steps.assert_within(found, exact, device_steps.allowed(yardstick, BF16), f"{axis}, BF16")
 
 
 @pytest.fixture
