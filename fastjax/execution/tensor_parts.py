@@ -234,7 +234,7 @@ def _count(axes: tuple[str, ...] | None) -> int:
 
 
 def _shrink(layer: Any, devices: int, tokens: Tokens) -> None:
-    """Make a layer with a device's part of the arrays a layer of that size, and of a device's tokens."""
+    """Make a layer with a device's part of the arrays a layer of that size, which has a device's tokens."""
     mixer, mlp, device = layer.mixer, layer.mlp, lax.axis_index(TENSOR)
     if not isinstance(mixer, Attention):
         raise ConfigError(f"parallel.tensor: expected 1 with layers of {layer.block}, got {devices}")

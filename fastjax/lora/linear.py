@@ -58,7 +58,7 @@ def project(
         key: the layer's dropout key; None switches dropout off.
         dropped: the adapters' input, from a caller that has drawn the dropout.
         residual: added to the outputs, in the dtype of x.
-        tokens: those of the outputs.
+        tokens: which the outputs have (`PartSpec`).
     """
     lora = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not lora:
@@ -69,6 +69,7 @@ def project(
     scales = {name: lora[name].column_scale(weight, here) for (name, _), here in pairs if name in lora}
     random = dropped is not None or (key is not None and any(adapter.dropout for adapter in lora.values()))
     if random and any(scale is not None for scale in scales.values()):
+        assert not tokens.shared, "refused over `tensor`"
         y = _dropped_dora(sizes, weight, lora, scales, x, key, dropped)
         return y if residual is None else residual + y
     parts = describe(sizes, lora, tokens)
@@ -123,7 +124,7 @@ def describe(
     Args:
         sizes: (name, output rows) of each.
         adapters: by the part's name.
-        tokens: those of their output.
+        tokens: which their output has (`PartSpec`).
     """
 
     def part(name: str, rows: int) -> PartSpec:

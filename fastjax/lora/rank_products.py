@@ -17,7 +17,7 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.units import WHOLE, Tokens, on_rows, row_slices
 from fastjax.quantization.dense import linear
 from fastjax.quantization.weights import WeightLike, as_weight
-from pallas_kernels.float8 import Rounded, Scaled, scaled_values
+from pallas_kernels.float8 import Rounded, Scaled, product_of, scaled_values
 from pallas_kernels.low_rank import (
     low_rank_add,
     low_rank_input_gradients,
@@ -37,8 +37,8 @@ class PartSpec(NamedTuple):
         scaling: of the adapter.
         dropout: of the adapter's input.
         largest: where adapters are joined (`lora.joined`) the largest rank of one; 0: they are not.
-        tokens: those of its output. Where several devices share the layer the products are summed over them before B:
-            an adapter's addend is smaller than what rounding a device's share leaves of it.
+        tokens: which its output has. Devices that share the layer sum their products before B's are added: these can be
+            smaller than the rounding error of one device's share, and would be lost.
     """
 
     name: str
@@ -185,16 +185,21 @@ def rank_product_gradients(
     return dx, dA
 
 
-def large_product(part: PartSpec, weight: WeightLike, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | Scaled:
-    """x·Wᵀ as `add_products` takes it; where devices share the layer its sums, of the tokens of the output.
+def large_product(
+    part: PartSpec, weight: WeightLike, x: Float[Array, "B S in"] | Rounded
+) -> Float[Array, "B S out"] | Scaled:
+    """x·Wᵀ as `add_products` takes it: summed over the devices that share the layer, for this device's tokens alone.
 
     Args:
-        part: of the weight, the first one.
+        part: the weight's first part.
         weight: [out, in].
-        x: the input.
+        x: the input, in float8 where the weight's products read that.
     """
-    product: Any = as_weight(weight).matmul_scaled(x)
-    return part.tokens.own_sums(scaled_values(product).astype(x.dtype)) if part.tokens.shared else product
+    large: Any = as_weight(weight)
+    product = large.matmul_scaled(x)
+    if not part.tokens.shared:
+        return product
+    return part.tokens.own_sums(scaled_values(product).astype(product_of(product).dtype))
 
 
 def add_products(

@@ -1,4 +1,4 @@
-"""Differentiable units: a forward pass with a backward pass of its own, and the kernels inside them, over rows."""
+"""Differentiable units: a forward pass with a backward pass of its own, the kernels inside, and the rows they have."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -18,8 +18,8 @@ class Tokens:
     """The tokens of the residual stream that a layer has: all of them. An execution that shares layers has others.
 
     Attributes:
-        shared: whether several devices share the layer: each has some tokens of the stream, and of the products that go
-            back to it a share of the sum.
+        shared: whether several devices share the layer: each has some of the stream's tokens, and its products back to
+            the stream are shares of a sum.
     """
 
     shared = False

@@ -34,7 +34,7 @@ class Projection(nnx.Module):
         base_compute: which of the weight's products with bfloat16 are in float8 (`Precision.base_compute`); None: none.
         quantizer: a fake quantiser that weight and input go through, adapters merged; None: none.
         quantizing: whether it is in force, bool []; None: it is.
-        output_tokens: the tokens of its output, which devices that share the layer sum.
+        output_tokens: which tokens its output has; devices that share the layer sum their products.
     """
 
     def __init__(

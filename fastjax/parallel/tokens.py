@@ -7,8 +7,8 @@ loss sees rows as it passed them in.
 
 Of the devices along `tensor` each has a part of the tokens between the layers (sequence parallelism, Korthikanti et
 al., arXiv 2205.05198): norms and residual stream are computed once. Attention and MLP read all tokens, and each
-device's output is a share of the sum, of which it keeps its own tokens. These are whole rows where the rows divide,
-since collectives put arrays one after another: pieces of several rows would be copied into place.
+device's products back are shares of a sum, of which it keeps its own tokens. These are whole rows where the rows
+divide, since collectives put arrays one after another: pieces of several rows would be copied into place.
 """
 
 from typing import Any

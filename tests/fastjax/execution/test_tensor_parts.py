@@ -1,4 +1,4 @@
-"""Products back to the residual stream, their columns on two devices: values, gradients, what rounding leaves."""
+"""Projections back to the residual stream, split over two devices: values, gradients, and rounding."""
 
 import functools
 
@@ -18,7 +18,7 @@ from pallas_kernels.low_rank import api, triton
 from tests.fastjax.lora.conftest import Maker, distance
 
 WIDTH, FEATURES, ROWS, LENGTH, RANK = 128, 256, 2, 256, 8
-#: Of B: addends of a thousandth of what they are added to, a fourth of a bfloat16's last place.
+#: Of B: what it adds is then about a thousandth of what it is added to, whose last bit is four times as large.
 SMALL = 4e-4
 BLOCKS = pytest.mark.parametrize("block", ["projection", "gated block"])
 #: Rows on the devices, or the tokens of each.
@@ -39,10 +39,10 @@ def arrays_of(block, size_of_B):
     )
 
 
-def alone(block, x, gate, up, back, bias, a, b, residual, tokens=None):
+def alone(block, x, gate, up, back, bias, a, b, residual, tokens=None, base_compute=None):
     """The residual stream with a projection's or a gated block's output."""
     adapter = LoraLinear(a, b, None, scaling=1.0, dropout=0.0)
-    down = Projection([("down_proj", WIDTH)], back, bias, adapters={"down_proj": adapter})
+    down = Projection([("down_proj", WIDTH)], back, bias, {"down_proj": adapter}, base_compute=base_compute)
     if tokens is not None:
         down.output_tokens = tokens
     if block == "projection":
@@ -51,14 +51,14 @@ def alone(block, x, gate, up, back, bias, a, b, residual, tokens=None):
     return MLP("silu", inner, down)(x, None, residual)
 
 
-def shared(block, split, *arrays):
+def shared(block, split, *arrays, **options):
     """The same on two devices that share features, each with some of the residual stream."""
     read = P(None, None, "tensor") if block == "projection" else P()
     stream = P("tensor") if split == 0 else P(None, "tensor")
     matrices = P("tensor"), P("tensor"), P(None, "tensor"), P(), P(None, "tensor"), P()
 
     def own(*arrays):
-        return alone(block, *arrays, tokens=TensorTokens(split))
+        return alone(block, *arrays, tokens=TensorTokens(split), **options)
 
     return local(own, in_specs=(read, *matrices, stream), out_specs=stream)(*arrays)
 
@@ -77,9 +77,21 @@ def test_values_and_gradients_are_those_of_one_device(block, split):
     expected = value_and_gradients(functools.partial(alone, block), *arrays)
     with jax.set_mesh(make_mesh(tensor=2)):
         found = value_and_gradients(functools.partial(shared, block, split), *arrays)
-    kept = 2 if block == "projection" else 0  # gate and up are not read there
-    pairs = [pair for number, pair in enumerate(zip(found, expected, strict=True)) if number not in range(2, 2 + kept)]
-    assert len(pairs) == 9 - kept and max(distance(*map(list, zip(*pairs, strict=True)))) < 2e-6
+    unread = (2, 3) if block == "projection" else ()  # gate and up
+    pairs = [pair for number, pair in enumerate(zip(found, expected, strict=True)) if number not in unread]
+    assert len(pairs) == 9 - len(unread) and max(distance(*map(list, zip(*pairs, strict=True)))) < 2e-6
+
+
+@SPLITS
+def test_products_in_float8_are_summed(split):
+    """Rows that the block rounds are no array; each device's have scales of their own."""
+    arrays = [array.astype(jnp.bfloat16) for array in arrays_of("gated block", 1.0)]
+    expected = jax.jit(functools.partial(alone, "gated block", base_compute="float8"))(*arrays)
+    with jax.set_mesh(make_mesh(tensor=2)):
+        found = jax.jit(functools.partial(shared, "gated block", split, base_compute="float8"))(*arrays)
+    plain = jax.jit(functools.partial(alone, "gated block"))(*arrays)
+    [off], [rounding] = distance(found, expected), distance(plain, expected)
+    assert off < rounding
 
 
 @BLOCKS
