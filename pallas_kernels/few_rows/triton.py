@@ -26,6 +26,8 @@ _AT_ONCE = 4096
 """Elements of a tile that are read at a time."""
 _APART = 64
 """Ranks from which each A has programs of its own: three of 128 are more than the registers hold."""
+_BY_ELEMENT = 256
+"""Rows times ranks from which matrix instructions multiply: tiles of more take half a minute to compile."""
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
@@ -70,7 +72,7 @@ def _normed_products(
     adapters: "_Described",
     groups: list[list[int]],
 ):
-    (program, count), rows, features = (pl.program_id(0), len(groups)), _rows_of(x_ref.shape[0]), x_ref.shape[1]
+    (program, count), rows, features = (pl.program_id(0), len(groups)), _rows_of(x_ref.shape[0], adapters), x_ref.shape[1]
     share, own = jax.lax.div(program, count), jax.lax.rem(program, count)
     cols = share * columns + jax.lax.iota(jnp.int32, columns)
     early = len(rows) < ROWS and count == 1  # else the registers are full
@@ -120,7 +122,7 @@ def add(
 
 
 def _add(base_ref, products_ref, b_refs, chosen_ref, residual_ref, out_ref, *, adapters: "_Described", columns: int):
-    rows, first = _rows_of(base_ref.shape[1]), pl.program_id(0) * columns
+    rows, first = _rows_of(base_ref.shape[1], adapters), pl.program_id(0) * columns
     cols, thin = first + jax.lax.iota(jnp.int32, columns), (products_ref, chosen_ref)
 
     def part(number: int, start: int):
@@ -169,7 +171,7 @@ def _heads(
     every: tuple[int, ...],
     size: int,
 ):
-    rows, head, feature = _rows_of(base_ref.shape[1]), pl.program_id(0), jax.lax.iota(jnp.int32, size // 2)
+    rows, head, feature = _rows_of(base_ref.shape[1], adapters), pl.program_id(0), jax.lax.iota(jnp.int32, size // 2)
 
     def part(which: int, start: int):
         out_ref, number = out_refs[which], which if len(adapters.parts) > 1 else 0
@@ -232,7 +234,7 @@ def _gate(
     activation: str,
     columns: int,
 ):
-    share, rows, features = pl.program_id(0), _rows_of(base_ref.shape[1]), base_ref.shape[2] // 2
+    share, rows, features = pl.program_id(0), _rows_of(base_ref.shape[1], adapters, down), base_ref.shape[2] // 2
     cols, apart = share * columns + jax.lax.iota(jnp.int32, columns), len(adapters.parts) > 1
     matrices = [_load_B(b_refs[half * apart], cols + (not apart) * half * features, adapters.slot) for half in range(2)]
     lora_A = _load_A(a_ref, cols, down.slot)
@@ -273,9 +275,10 @@ def _call(kernel, results: Any, grid: tuple[int, int], name: str, interpret: boo
     )
 
 
-def _rows_of(count: int) -> Array:
-    """The program's rows of `count`, some behind the last."""
-    tile = next(size for size in (1, 2, 4, ROWS) if count <= size or size == ROWS)
+def _rows_of(count: int, *adapters: _Described) -> Array:
+    """The program's rows of `count`, some behind the last, to multiply with these adapters."""
+    ranks = max(own.slot for own in adapters)
+    tile = next(size for size in (1, 2, 4, ROWS) if size == ROWS or (count <= size and size * ranks < _BY_ELEMENT))
     return pl.program_id(1) * ROWS + jax.lax.iota(jnp.int32, tile)
 
 
