@@ -19,7 +19,8 @@ from fastjax.models.context import Context, Sums, added
 from fastjax.models.executor import of_layer
 from fastjax.models.layout import LayerStack
 from fastjax.parallel import several_devices
-from fastjax.parallel.gather import splits_weights
+from fastjax.parallel.gather import holds_shards, splits_weights
+from fastjax.parallel.islands import inside_island
 
 
 class Block(Protocol):
@@ -48,7 +49,9 @@ def run_layers(
     *,
     policy_of: Callable[[int], str],
 ) -> tuple[Float[Array, "B S E"], Sums]:
-    """Run the stacks one after another: `lax.scan` where a stack repeats, else a plain call.
+    """Run the stacks one after another: in a loop where a stack repeats, else by a plain call.
+
+    The loop is `streamed`'s where a device has whole layers, else `lax.scan`, which XLA splits over devices.
 
     Args:
         plan: the stacks.
@@ -72,7 +75,7 @@ def run_layers(
         policy = policy_of(stack.start)
         if stack.count == 1:
             x, (sums,) = _run_stack(stack, single(block, policy), x, arrays, shared)
-        elif has_streamed(arrays) or (offloads(policy) and not several_devices()):
+        elif has_streamed(arrays) or not several_devices() or (_whole_layers() and not offloads(policy)):
             block = checkpointed(block, policy, scanned=True, moves=False)
 
             def layer(x, arrays, shared, repeat, block=block, stack=stack):
@@ -125,6 +128,11 @@ def run_steps(
         (x, state), _ = jax.lax.scan(body, (x, state), (arrays, repeats))
         after.append(state)
     return x, after
+
+
+def _whole_layers() -> bool:
+    """Whether the caller is in an island whose devices each have all of the layers."""
+    return inside_island() and not holds_shards()
 
 
 def _of_this_pass(block: Block) -> Callable[..., Any]:

@@ -1,14 +1,15 @@
-"""A stack of layers with matrices or residuals in the host's memory, on the device one layer ahead of their use.
+"""A loop over a stack of layers; matrices and residuals in the host's memory are on the device one layer before use.
 
 While a layer computes, in the forward and in the backward pass, the next one's matrices come over the bus: the device
 holds two layers (as ZeRO-Infinity prefetches, arXiv 2104.07857). Adapters, norms and other vectors stay on the device.
 Large residuals go to the host while the next layer computes, and come back while the layer after it is differentiated.
 
-The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass. A layer's
-residuals are those that its policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the
+The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass, and would
+fill the room for all layers' residuals with zeros first: a fiftieth of a step. A layer's residuals are those that its
+policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the
 matrices, the arrays on the device, what all layers share), is taken out of them and put back there. A copy in a loop is
-a plain transfer beside the products if its offset is linear in the loop's counter, so the loops end one layer early and
-the last one follows them.
+a plain transfer beside the products if its offset is linear in the loop's counter, so loops with copies end one layer
+early and the last one follows them.
 """
 
 import dataclasses
@@ -165,14 +166,20 @@ def _forward(
         return (number + 1, x, ahead, _put(stacks, made, index), _put(sent, away, number)), None
 
     _, made, large = structure.unflatten(traced.out_avals)
-    stacks = jax.tree.map(lambda aval: _empty(aval, count), made)
+    # Every layer writes its place; a scan's own stacks are filled with zeros before.
+    stacks = jax.tree.map(lambda aval: jax.lax.empty((count, *aval.shape), aval.dtype), made)
     beside = near[:1] if len(large) > 1 else ()
     # Of unlike values: one array of zeros for two equal shapes would be copied, by the host, before the loop.
-    sent = [jax.device_put(_empty(aval, count - 1, number), jax.memory.Space.Host) for number, aval in enumerate(large)]
+    rooms = [jnp.full((count - 1, *aval.shape), number, aval.dtype) for number, aval in enumerate(large)]
+    sent = [jax.device_put(room, jax.memory.Space.Host) for room in rooms]
+    apart = bool(far or large)
     first = (jnp.int32(0), x, here, stacks, sent)
-    (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
-    x, made, held = run(number, x, here)
-    sums, saved = _put(stacks, made, number)
+    (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - apart)
+    held: list[Array] = []
+    if apart:
+        x, made, held = run(number, x, here)
+        stacks = _put(stacks, made, number)
+    sums, saved = stacks
     return (x, sums), (None if moves is None else _Saved(pullbacks[-1], saved, here, sent, held))
 
 
@@ -239,11 +246,14 @@ def _backward(count: int, saved: _Saved, near, far, shared, moves: Sequence[bool
         dx, made = step(index, dx, here, held)
         return (number - 1, dx, ahead[: len(far)], ahead[len(far) :], _put(stacks, made, index)), None
 
-    moving = [leaf for leaf, moved in zip(near, moves, strict=True) if moved]
-    first = (jnp.int32(count - 1), dx, saved.last, saved.held, jax.tree.map(jnp.zeros_like, moving))
-    (number, dx, here, held, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
-    dx, made = step(number, dx, here, held)
-    return dx, _put(stacks, made, number)
+    stacks = [jax.lax.empty(leaf.shape, leaf.dtype) for leaf, moved in zip(near, moves, strict=True) if moved]
+    apart = bool(far or saved.sent)
+    first = (jnp.int32(count - 1), dx, saved.last, saved.held, stacks)
+    (number, dx, here, held, stacks), _ = jax.lax.scan(body, first, None, length=count - apart)
+    if apart:
+        dx, made = step(number, dx, here, held)
+        stacks = _put(stacks, made, number)
+    return dx, stacks
 
 
 _fetch = jax.jit(fetched)
@@ -302,14 +312,6 @@ def _put(stacks: Any, layer: Any, index: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0, allow_negative_indices=False)
 
     return jax.tree.map(put, stacks, layer)
-
-
-def _empty(aval: Any, count: int, value: int = 0) -> Array:
-    """An array of one value for all layers, in the memory of one's array."""
-    zero = jnp.full((), value, aval.dtype)
-    if aval.memory_space == jax.memory.Space.Host:
-        zero = jax.device_put(zero, jax.memory.Space.Host)
-    return jax.lax.broadcast(zero, (count, *aval.shape))
 
 
 def _instantiated(gradient: Any) -> Array:

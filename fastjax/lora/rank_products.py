@@ -186,20 +186,24 @@ def rank_product_gradients(
 
 
 def large_product(
-    part: PartSpec, weight: WeightLike, x: Float[Array, "B S in"] | Rounded
+    parts: Sequence[PartSpec], weight: WeightLike, x: Float[Array, "B S in"] | Rounded
 ) -> Float[Array, "B S out"] | Scaled:
     """x·Wᵀ as `add_products` takes it: summed over the devices that share the layer, for this device's tokens alone.
 
+    Beside adapters it is in float32, so that the sum is rounded once. Of a product that is rounded before, a sum with a
+    fresh adapter's small addend is mostly the product again, or one more addend brings it where the small one counts
+    many times.
+
     Args:
-        part: the weight's first part.
+        parts: of the weight.
         weight: [out, in].
         x: the input, in float8 where the weight's products read that.
     """
     large: Any = as_weight(weight)
-    product = large.matmul_scaled(x)
-    if not part.tokens.shared:
+    product = large.matmul_scaled(x, jnp.float32 if with_adapter(parts) else None)
+    if not parts[0].tokens.shared:
         return product
-    return part.tokens.own_sums(scaled_values(product).astype(product_of(product).dtype))
+    return parts[0].tokens.own_sums(scaled_values(product).astype(product_of(product).dtype))
 
 
 def add_products(
@@ -213,10 +217,10 @@ def add_products(
 
     Args:
         parts: of `base`.
-        base: the large product; one in float8 may have its scales beside it.
+        base: `large_product`; one in float8 may have its scales beside it.
         products: the rank products of its parts.
         lora_B: `stacked_B`.
-        residual: one more addend, like base.
+        residual: one more addend, in the dtype of the products.
     """
 
     def add(base, products, residual, lora_B):

@@ -38,9 +38,9 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any, *, mesh: Mesh |
         `op` itself where the ambient mesh (`jax.set_mesh`) has one device or none, or where the caller is already
         inside an island; else `op` in a shard_map over the ambient mesh.
     """
-    ambient = jax.sharding.get_abstract_mesh()
-    if not several_devices() or all(kind == AxisType.Manual for kind in ambient.axis_types):
+    if not several_devices() or inside_island():
         return op
+    ambient = jax.sharding.get_abstract_mesh()
 
     def placed(spec: P) -> P:
         return P(*(on_axes(part, ambient) for part in spec))
@@ -53,6 +53,12 @@ def several_devices() -> bool:
     """Whether the ambient mesh has several devices, inside an island too."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1
+
+
+def inside_island() -> bool:
+    """Whether the caller is in an island over all axes of the ambient mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def devices_along(axis: str) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.quantization.weight import Weight, after
+from fastjax.quantization.weight import Weight, decode_when_needed, plain_product
 from pallas_kernels.rounding import round_through
 
 
@@ -64,8 +64,7 @@ class DecodedWeight(Weight):
 
 @jax.custom_vjp
 def _product(x, weight):
-    x, matrix = _decode_when_needed(x, weight)
-    return _dot(x, matrix, 1)
+    return weight._matmul_into(x, x.dtype)
 
 
 def _forward(x, weight):
@@ -73,19 +72,8 @@ def _forward(x, weight):
 
 
 def _backward(weight, dy):
-    dy, matrix = _decode_when_needed(dy, weight)
-    return _dot(dy, matrix, 0), None
+    dy, matrix = decode_when_needed(dy, weight)
+    return plain_product(dy, matrix, 0), None
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _decode_when_needed(x, weight):
-    """As `pallas_kernels.nf4` does: decode no earlier than x is there, and not inside of the product."""
-    [weight], x = after([weight], x)
-    return x, jax.lax.optimization_barrier(weight.dequantize(x.dtype))
-
-
-def _dot(x, matrix, contracted: int) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.weight import Weight, plain_product
 from pallas_kernels.grouped_matmul import grouped_matmul_dw
 
 
@@ -34,6 +34,9 @@ class DenseWeight(Weight):
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x."""
         return linear(x, self.array)
+
+    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        return plain_product(x, self.array.astype(x.dtype), 1, dtype)
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""
@@ -93,6 +96,4 @@ class DenseWeight(Weight):
 
 def linear(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
     """x·Wᵀ for a plain matrix, in the dtype of x, accumulated in float32 (highest precision for float32)."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), contract, precision=precision)
+    return plain_product(x, weight.astype(x.dtype), 1)

@@ -104,11 +104,18 @@ class Float8Compute(Weight):
         """x·Wᵀ; in float8 one addend, however few the outputs are."""
         return self.matmul(x[None]) if self.forward else self._own.addends(x)
 
-    def matmul_scaled(self, x: Float[Array, "B S in"] | float8.Rounded) -> Float[Array, "B S out"] | float8.Scaled:
+    def matmul_scaled(
+        self, x: Float[Array, "B S in"] | float8.Rounded, dtype: jax.typing.DTypeLike | None = None
+    ) -> Float[Array, "B S out"] | float8.Scaled:
         """x·Wᵀ; of bfloat16 or float8 with the scales beside the product."""
         if isinstance(x, float8.Rounded) or (self.forward and x.dtype == jnp.bfloat16):
-            return _multiply(x, self, False)
-        return self.matmul(x)
+            return _multiply(x, self, False, dtype)
+        return super().matmul_scaled(x, dtype)
+
+    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        if self.forward and x.dtype == jnp.bfloat16:
+            return float8.scaled_values(_multiply(x, self, False, dtype)).astype(dtype)
+        return self._own._matmul_into(x, dtype)
 
     def transposed_scaled(self, dy: Float[Array, "B S out"] | float8.Rounded) -> Float[Array, "B S in"] | float8.Scaled:
         """dy·W; of bfloat16 or float8 with the scales beside the product."""
@@ -165,8 +172,10 @@ def _result(x: Array, weight: Float8Compute, transposed: bool) -> Array:
     return float8.scaled_values(_multiply(x, weight, transposed)).astype(jnp.bfloat16)
 
 
-def _multiply(x: Array | float8.Rounded, weight: Float8Compute, transposed: bool) -> float8.Scaled:
-    """x·Wᵀ, or x·W, each device with its own rows of x."""
+def _multiply(
+    x: Array | float8.Rounded, weight: Float8Compute, transposed: bool, dtype: jax.typing.DTypeLike | None = None
+) -> float8.Scaled:
+    """x·Wᵀ, or x·W, each device with its own rows of x; of the codes in a dtype, None: bfloat16."""
     ready = weight.transposed_operand if transposed else weight.operand
 
     def product(x: Any, given: Any) -> float8.Scaled:
@@ -179,6 +188,6 @@ def _multiply(x: Array | float8.Rounded, weight: Float8Compute, transposed: bool
         # XLA must not fuse a decode into the product.
         matrix = jax.lax.optimization_barrier(matrix)
         rows = x if isinstance(x, float8.Rounded) else float8.quantize_rows(x)
-        return float8.matmul_scaled(*rows, matrix, scales)
+        return float8.matmul_scaled(*rows, matrix, scales, dtype=jnp.bfloat16 if dtype is None else dtype)
 
     return local(product, in_specs=(ROWS, P()), out_specs=SCALED)(x, weight.weight if ready is None else ready)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from convert.errors import ConvertError
@@ -97,9 +98,11 @@ class NF4Weight(Weight):
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, each device with its own rows of x."""
+        return self._matmul_into(x, x.dtype)
 
+    def _matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
         def product(x, codes, scales, quant_map):
-            return nf4.matmul(x, codes, scales, quant_map=quant_map, **self._layout)
+            return nf4.matmul(x, codes, scales, quant_map=quant_map, dtype=dtype, **self._layout)
 
         island = local(product, in_specs=(ROWS, P(), P(), P()), out_specs=ROWS)
         return island(x, self.codes, self.scales(), self.quant_map)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import few_rows, float8
@@ -65,9 +66,16 @@ class Weight(abc.ABC):
         _, pullback = jax.vjp(self.matmul, jnp.zeros((*dy.shape[:-1], self.shape[1]), dy.dtype))
         return pullback(dy)[0]
 
-    def matmul_scaled(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | float8.Scaled:
-        """`matmul`, whose reader applies the scales of a product in float8; no gradient flows through it."""
-        return self.matmul(x)
+    def matmul_scaled(
+        self, x: Float[Array, "B S in"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "B S out"] | float8.Scaled:
+        """`matmul`, whose reader applies the scales of a product in float8; no gradient flows through it.
+
+        Args:
+            x: as of `matmul`.
+            dtype: of the product; None: that of x.
+        """
+        return self.matmul(x) if dtype is None else self._matmul_into(x, dtype)
 
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
         """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several.
@@ -81,7 +89,7 @@ class Weight(abc.ABC):
                 return few_rows.rank_products(x, parts)
         return self.matmul(x[None])
 
-    def why_not_items(self, dtype: jax.typing.DTypeLike) -> str | None:
+    def why_not_items(self, dtype: DTypeLike) -> str | None:
         """Why `matmul_items` does not serve an x of this dtype on the target, as a clause; None: it does."""
         return f"no kernel reads experts in {', '.join(self.formats)} where they lie"
 
@@ -112,7 +120,7 @@ class Weight(abc.ABC):
         """dyᵀ·x in the weight's dtype, as the tree that the model holds; None for a frozen one."""
         return None
 
-    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
+    def experts(self, dtype: DTypeLike) -> Float[Array, "X out in"]:
         """`dequantize` of arrays that lead with an axis of experts."""
         return jax.vmap(lambda weight: weight.dequantize(dtype))(self)
 
@@ -157,6 +165,11 @@ class Weight(abc.ABC):
         """The gradient of the experts' matrices, as the tree that the model holds; None for frozen ones."""
         return None
 
+    def _matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
+        """x·Wᵀ in a dtype; no gradient flows through it."""
+        x, matrix = decode_when_needed(x, self)
+        return plain_product(x, matrix, 1, dtype)
+
     def _decoded(self, x: Array) -> tuple[Array, Float[Array, "X out in"]]:
         """x, and the experts' matrices in its dtype: decoded no earlier than x is there, not inside of a product."""
         weight, x = jax.lax.optimization_barrier((self, x))
@@ -167,7 +180,7 @@ class Weight(abc.ABC):
         """Some of the output rows."""
 
     @abc.abstractmethod
-    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+    def dequantize(self, dtype: DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: the values that the format decodes to, cast."""
 
     def float8(self, transposed: bool) -> Float8Operand:
@@ -208,6 +221,35 @@ class Weight(abc.ABC):
     def held(self) -> Any:
         """The leaf of the model's tree: the weight itself, or a plain array."""
         return self
+
+
+def plain_product(
+    x: Float[Array, "... summed"], matrix: Float[Array, "_ _"], axis: int, dtype: DTypeLike | None = None
+) -> Float[Array, "... columns"]:
+    """The product of x and a plain matrix, accumulated in float32; with x in float32 in true float32.
+
+    Args:
+        x: rows.
+        matrix: in the dtype of x.
+        axis: of the matrix, that is summed over: 1 for x·Wᵀ.
+        dtype: of the product; None: that of x.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, matrix, dims, precision=precision, preferred_element_type=dtype)
+
+
+def decode_when_needed(x: Array, weight: Weight) -> tuple[Array, Float[Array, "out in"]]:
+    """x, and the matrix in its dtype: decoded no earlier than x is there, and not inside of the product.
+
+    `pallas_kernels.nf4` does so too.
+
+    Args:
+        x: the other operand of a product.
+        weight: a packed one.
+    """
+    [weight], x = after([weight], x)
+    return x, jax.lax.optimization_barrier(weight.dequantize(x.dtype))
 
 
 def after(weights: Sequence[W], x: X) -> tuple[list[W], X]:

@@ -133,6 +133,9 @@ class MixedWeight(Weight):
         """x·Wᵀ in the dtype of x."""
         return jnp.concatenate([piece.matmul(x) for piece in self._pieces], axis=-1)
 
+    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        return jnp.concatenate([piece._matmul_into(x, dtype) for piece in self._pieces], axis=-1)
+
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""
         products = [piece.transposed(part) for part, piece in zip(self._parts(dy), self._pieces, strict=True)]

@@ -1,7 +1,7 @@
 """The passes of `few_rows` in Pallas-Triton; arguments as in `api`.
 
 A program has one tile of up to 16 rows and some features. Tiles of fewer than 16 rows are multiplied with A and B
-element by element, exact in float32; matrix instructions take 16.
+element by element, exact in float32; matrix instructions take 16, and serve fewer rows of many ranks.
 """
 
 import functools
@@ -26,8 +26,8 @@ _AT_ONCE = 4096
 """Elements of a tile that are read at a time."""
 _APART = 64
 """Ranks from which each A has programs of its own: three of 128 are more than the registers hold."""
-_BY_ELEMENT = 256
-"""Rows times ranks from which matrix instructions multiply: tiles of more take half a minute to compile."""
+_BY_ELEMENT = 128
+"""Rows times ranks from which matrix instructions are faster; 512 by element also take half a minute to compile."""
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
@@ -72,7 +72,8 @@ def _normed_products(
     adapters: "_Described",
     groups: list[list[int]],
 ):
-    (program, count), rows, features = (pl.program_id(0), len(groups)), _rows_of(x_ref.shape[0], adapters), x_ref.shape[1]
+    program, count, features = pl.program_id(0), len(groups), x_ref.shape[1]
+    rows = _rows_of(x_ref.shape[0], adapters)
     share, own = jax.lax.div(program, count), jax.lax.rem(program, count)
     cols = share * columns + jax.lax.iota(jnp.int32, columns)
     early = len(rows) < ROWS and count == 1  # else the registers are full

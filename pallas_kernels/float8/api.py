@@ -12,6 +12,7 @@ Implementations of the quantisation of rows, bit-equal for finite rows: ``triton
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import FLOATS, Implementation, Target, triton_or_xla
@@ -106,8 +107,9 @@ def matmul_scaled(
     w_scales: Float[Array, " out"],
     *,
     promoted: bool = False,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> Scaled:
-    """`matmul` whose scales are left to the reader: the codes' product in bfloat16 with them.
+    """`matmul` whose scales are left to the reader: the codes' product in `dtype` with them.
 
     Raises:
         ValueError: dtypes or shapes that do not fit.
@@ -121,5 +123,5 @@ def matmul_scaled(
     # XLA gives cuBLASLt its fast accumulation at the default precision alone.
     precision = lax.Precision.HIGHEST if promoted else None
     dims = (((x.ndim - 1,), (1,)), ((), ()))
-    product = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.bfloat16)
+    product = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=dtype)
     return Scaled(product, x_scales, w_scales)

@@ -35,10 +35,10 @@ def low_rank_add(
     residual: Float[Array, "N F"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "N F"]:
-    """The sum residual + base + products·Bᵀ in the dtype of `base`.
+    """The sum residual + base + products·Bᵀ in the dtype of `products`.
 
     Args:
-        base: x·Wᵀ; of a product in float8 its scales may be left to this.
+        base: x·Wᵀ, in that dtype or in float32; of a product in float8 its scales may be left to this.
         products: x·Aᵀ of each part, side by side.
         lora_B: with the adapters' scale.
         parts: columns of each part; they add up to F.
@@ -50,10 +50,13 @@ def low_rank_add(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     large = product_of(base)
-    facts = _checked("low_rank_add", large, products, lora_B, parts)
-    if residual is not None and (residual.shape, residual.dtype) != (large.shape, large.dtype):
-        expected, given = (f"{array.dtype}{list(array.shape)}" for array in (large, residual))
-        raise ValueError(f"low_rank_add: residual must be {expected} like base, got {given}")
+    _check_parts("low_rank_add", large, lora_B, parts)
+    facts = _checked("low_rank_add", large.shape[0], products, lora_B, parts)
+    if large.dtype not in (products.dtype, jnp.float32):
+        raise ValueError(f"low_rank_add: base must be in {products.dtype} like products or float32, got {large.dtype}")
+    if residual is not None and (residual.shape, residual.dtype) != (large.shape, products.dtype):
+        expected, given = f"{products.dtype}{list(large.shape)}", f"{residual.dtype}{list(residual.shape)}"
+        raise ValueError(f"low_rank_add: residual must be {expected}, got {given}")
     return ADD.chosen(implementation, **facts).forward(residual, base, products, lora_B, parts)
 
 
@@ -84,7 +87,9 @@ def low_rank_output_gradients(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    facts = _checked("low_rank_output_gradients", dy, products, lora_B, parts)
+    _check_parts("low_rank_output_gradients", dy, lora_B, parts)
+    _check_dtypes("low_rank_output_gradients", dy, products)
+    facts = _checked("low_rank_output_gradients", dy.shape[0], products, lora_B, parts)
     if absmax is not None:
         _check_absmax("low_rank_output_gradients", dy, absmax)
     forward = OUTPUT.chosen(implementation, **facts, float8=absmax is not None).forward
@@ -197,16 +202,15 @@ INPUT = triton_or_xla("low_rank.input_gradients", _triton(triton.input_gradients
 ROUND = triton_or_xla("low_rank.round_rows", _triton(triton.round_rows), Implementation(xla.round_rows))
 
 
-def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> dict[str, Any]:
-    _check_parts(op, large, lora_B, parts)
-    rows, rank = large.shape[0], lora_B.shape[-1]
+def _checked(op: str, rows: int, products: Array, lora_B: Array, parts: tuple[int, ...]) -> dict[str, Any]:
+    rank = lora_B.shape[-1]
     if products.shape != (rows, len(parts) * rank):
         raise ValueError(
-            f"{op}: for {list(large.shape)} of {len(parts)} parts and rank {rank}, products must be [{rows}, "
+            f"{op}: for {rows} rows, {len(parts)} parts and rank {rank}, products must be [{rows}, "
             f"{len(parts) * rank}], got {list(products.shape)}"
         )
-    _check_dtypes(op, large, products, lora_B)
-    return {"rows": rows, "parts": parts, "dtype": large.dtype, "rank": rank}
+    _check_dtypes(op, products, lora_B)
+    return {"rows": rows, "parts": parts, "dtype": products.dtype, "rank": rank}
 
 
 def _check_parts(op: str, large: Array, lora_B: Array, parts: tuple[int, ...]) -> None:

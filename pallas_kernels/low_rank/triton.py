@@ -41,7 +41,7 @@ def add(
     loop = divisor(rows // tiles.rows, tiles.loop)
     return pl.pallas_call(
         functools.partial(_add, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
-        out_shape=jax.ShapeDtypeStruct((rows, features), product_of(base).dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, features), products.dtype),
         grid=(features // columns, rows // tiles.rows // loop),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,

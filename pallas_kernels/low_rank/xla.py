@@ -11,11 +11,11 @@ from pallas_kernels.float8.scaled import Rounded, Scaled, scaled_values
 
 
 def add(residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
-    """The sum, of which each addend is rounded."""
+    """The sum, of addends in the dtype of `base`."""
     if isinstance(base, Scaled):
         base = scaled_values(base).astype(base.product.dtype)
-    total = base + dot(products, block_matrix(lora_B, parts), ((1,), (1,)))
-    return total if residual is None else residual + total
+    total = base + dot(products, block_matrix(lora_B, parts), ((1,), (1,)), base.dtype)
+    return (total if residual is None else residual.astype(base.dtype) + total).astype(products.dtype)
 
 
 def output_gradients(

@@ -124,6 +124,7 @@ def matmul(
     order: str = "split",
     quant_map: Float[Array, " 16"] | None = None,
     weight_dtype: DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows out"]:
     """Multiply by a packed matrix decoded to x's dtype, y = x Wᵀ; in the backward pass decode it again.
@@ -140,10 +141,11 @@ def matmul(
         order: of the codes.
         quant_map: as in `dequantize`.
         weight_dtype: as in `dequantize`, before x's dtype.
+        dtype: of the product; None: that of x.
         implementation: "fused", or one of the dequantisation's; in both passes. None lets each pass choose.
 
     Returns:
-        The product in x's dtype.
+        The product in `dtype`.
 
     Raises:
         ValueError: x, codes, absmax, dtype or order that do not fit.
@@ -158,7 +160,8 @@ def matmul(
     if quant_map is not None and _is_nf4(quant_map):
         quant_map = None
     through = _through("nf4.matmul", weight_dtype, x.dtype)
-    return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation)
+    dtypes = x.dtype, x.dtype if dtype is None else jnp.dtype(dtype)
+    return _matmul(x, codes, absmax, quant_map, shape, order, through, dtypes, implementation)
 
 
 def addends(
@@ -191,20 +194,20 @@ def addends(
     return matmul(x, codes, absmax, quant_map=quant_map, weight_dtype=weight_dtype, **weight)[None]
 
 
-@custom_vjp(nondiff_argnums=(4, 5, 6, 7))
-def _matmul(x, codes, absmax, quant_map, shape, order, through, implementation):
+@custom_vjp(nondiff_argnums=(4, 5, 6, 7, 8))
+def _matmul(x, codes, absmax, quant_map, shape, order, through, dtypes, implementation):
     chosen = _chosen(x, quant_map, shape, order, through, implementation, gradient=False)
-    return chosen.forward(x, codes, absmax, quant_map, shape=shape, order=order, through=through)
+    return chosen.forward(x, codes, absmax, quant_map, shape=shape, order=order, through=through, dtype=dtypes[1])
 
 
-def _matmul_forward(x, codes, absmax, quant_map, shape, order, through, implementation):
-    return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation), (codes, absmax, quant_map)
+def _matmul_forward(x, codes, absmax, quant_map, *statics):
+    return _matmul(x, codes, absmax, quant_map, *statics), (codes, absmax, quant_map)
 
 
-def _matmul_backward(shape, order, through, implementation, packed, dy):
-    codes, absmax, quant_map = packed
+def _matmul_backward(shape, order, through, dtypes, implementation, packed, dy):
+    (codes, absmax, quant_map), dy = packed, dy.astype(dtypes[0])
     chosen = _chosen(dy, quant_map, shape, order, through, implementation, gradient=True)
-    dx = chosen.backward(dy, codes, absmax, quant_map, shape=shape, order=order, through=through)
+    dx = chosen.backward(dy, codes, absmax, quant_map, shape=shape, order=order, through=through, dtype=dy.dtype)
     return dx, None, None, None
 
 

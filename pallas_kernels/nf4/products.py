@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, UInt8
 
 from pallas_kernels.dispatch import num_cores
@@ -27,12 +28,13 @@ def fused(
     order: str,
     through: str | None,
     gradient: bool,
+    dtype: DTypeLike,
 ) -> Float[Array, "*rows columns"]:
-    """X Wᵀ, or x W for the gradient, by the kernel of `config.product_config`; arguments as in `implementations`."""
+    """X Wᵀ, or x W for the gradient, in `dtype` by the kernel of `config.product_config`; arguments as in `api`."""
     del quant_map, order
     rows = x.reshape(-1, x.shape[-1])
     pieces = fused_addends(rows, codes, absmax, shape=shape, through=through, gradient=gradient)
-    product = pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0).astype(x.dtype)
+    product = (pieces[0] if len(pieces) == 1 else jnp.sum(pieces, axis=0)).astype(dtype)
     return product.reshape(*x.shape[:-1], product.shape[-1])
 
 
@@ -66,8 +68,9 @@ def decode_first(
     order: str,
     through: str | None,
     gradient: bool,
+    dtype: DTypeLike,
 ) -> Float[Array, "*rows columns"]:
-    """X Wᵀ, or x W for the gradient, with W decoded to memory, but no earlier than x is there.
+    """X Wᵀ, or x W for the gradient, in `dtype` with W decoded to memory, but no earlier than x is there.
 
     If it depended on the packed weight alone, the compiler could decode all layers' matrices at the start (XLA does, in
     one fusion), and would see that the forward and the backward pass decode the same bytes and keep the result between
@@ -83,5 +86,5 @@ def decode_first(
     # Products in 16 bits are accumulated in float32, and of many rows XLA writes a float32 result, when it is asked for
     # one, before it converts it in a second kernel. Of few rows it splits the sums and adds their parts in the result's
     # dtype: those are asked for in float32, which costs nothing beside the reading of the weight.
-    wide = jnp.float32 if known(math.prod(x.shape[:-1]), 0) < _FEW_ROWS else None
-    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=wide).astype(x.dtype)
+    wide = jnp.float32 if known(math.prod(x.shape[:-1]), 0) < _FEW_ROWS else dtype
+    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=wide).astype(dtype)

@@ -57,6 +57,21 @@ def distance(found, expected):
     ]
 
 
+def counted(function, small, x):
+    """How many times the output of an adapter that makes little of x is found in a function's output.
+
+    The difference that it makes to rounded sums, projected on it; 1 where each is rounded once.
+
+    Args:
+        function: (B, x) -> output.
+        small: B, and the addend that it makes of x in float64.
+        x: the input.
+    """
+    lora_B, addend = small
+    found, without = (np.asarray(function(B, x), np.float64) for B in (lora_B, jnp.zeros_like(lora_B)))
+    return np.sum((found - without) * addend) / np.sum(addend**2)
+
+
 @pytest.fixture
 def compare():
     """Hold a unit and plain LoRA in its dtype against plain LoRA in float64."""

@@ -8,8 +8,9 @@ from flax import nnx
 
 from fastjax.lora import reference
 from fastjax.lora.linear import project, split_parts
-from fastjax.lora.params import LoraEmbedding
-from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
+from fastjax.lora.params import LoraEmbedding, LoraLinear
+from fastjax.quantization.float8 import in_float8
+from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, counted, value_and_gradients
 
 SIZES = (("q_proj", 128), ("k_proj", 64), ("v_proj", 64))
 #: name -> ranks of q, k and v (0: no adapter), options
@@ -72,6 +73,26 @@ def test_equals_plain_lora(compare, name, dtype, kind):
     x = maker.normal(BATCH, LENGTH, WIDTH, dtype=dtype)
     dy = tuple(maker.normal(BATCH, LENGTH, rows, dtype=dtype) for _, rows in SIZES)
     compare(*functions(adapters, weight, **options), x, dy)
+
+
+@pytest.mark.exhaustive("True-fp8", "False-mixed", "False-nf4")
+@pytest.mark.parametrize("kind", [jnp.bfloat16, "nf4", "fp8", "mixed", "float8"])
+@pytest.mark.parametrize("added", [True, False])
+def test_what_a_fresh_adapter_makes_counts_once(kind, added):
+    """A tenth of the last place of bfloat16: of a product that was rounded before, half of it or its double is left."""
+    maker = Maker()
+    a, b = maker.normal(4, WIDTH, scale=WIDTH**-0.5, dtype=jnp.bfloat16), maker.normal(512, 4, scale=2.0**-13)
+    weight = maker.weight("nf4" if kind == "float8" else kind, [256, 256])
+    weight = in_float8(weight) if kind == "float8" else weight
+    x, residual = maker.normal(2, 256, WIDTH, dtype=jnp.bfloat16), maker.normal(2, 256, 512, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def run(lora_B, x):
+        adapters = nnx.Dict(o_proj=LoraLinear(a, lora_B, None, scaling=1.0, dropout=0.0))
+        return project([("o_proj", 512)], weight, adapters, x, None, None, residual if added else None)
+
+    addend = np.asarray(x @ a.T, np.float64) @ np.asarray(b.astype(jnp.bfloat16), np.float64).T
+    assert counted(run, (b, addend), x) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.exhaustive("nf4-DoRA", "mixed-dropout")

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -9,7 +10,7 @@ from fastjax.lora.params import BaseParam, LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
 from fastjax.residuals import SAVED
-from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker
+from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, counted
 from tests.support import plain_lora
 
 FEATURES = 128
@@ -74,6 +75,26 @@ def test_equals_plain_lora(compare, name, dtype):
     assert block.why_not_fused(dtype) is None
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH, dtype=dtype)
     compare(*functions(block, options.get("dropout")), x, dy)
+
+
+def test_what_a_fresh_adapter_of_down_makes_counts_once():
+    """As of a projection alone."""
+    maker = Maker()
+    block = make(maker, (0, 0, 4), kind=jnp.bfloat16)
+    x, residual = maker.normal(2, 4, 512, WIDTH, dtype=jnp.bfloat16)
+    adapter = block.down.adapters["down_proj"]
+    plain = jax.nn.silu(x @ block.gate_up.weight[:FEATURES].T) * (x @ block.gate_up.weight[FEATURES:].T)
+    products = np.asarray(plain @ adapter.lora_A[...].T.astype(x.dtype), np.float64)
+    b = maker.normal(WIDTH, 4, scale=2.0**-12)
+
+    @nnx.jit
+    def run(lora_B, x):
+        own = nnx.clone(block)
+        own.down.adapters["down_proj"].lora_B.set_value(lora_B)
+        return own(x, None, residual)
+
+    addend = adapter.scaling * products @ np.asarray(b, np.float64).T
+    assert counted(run, (b, addend), x) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (8, 8, 0)], ids=["no adapter", "beside adapters"])

@@ -213,7 +213,8 @@ def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(drop
     found = results()
     assert [isinstance(arguments[0], Scaled) for arguments in seen] == [True] * len(seen)
     assert isinstance(seen[-1][2], Scaled) == (not dropout)
-    monkeypatch.setattr(Float8Compute, "matmul_scaled", Float8Compute.matmul)
+    plain = lambda weight, x, dtype=None: weight._matmul_into(x, dtype or x.dtype)  # noqa: E731
+    monkeypatch.setattr(Float8Compute, "matmul_scaled", plain)
     monkeypatch.setattr(Float8Compute, "transposed_scaled", Float8Compute.transposed)
     monkeypatch.setattr(Float8Compute, "reads_rounded", lambda weight, transposed: False)  # rows come as they are
     seen.clear()
@@ -293,9 +294,9 @@ def test_what_makes_the_rows_of_a_product_rounds_them(folder, base_compute, monk
     for transposed, name in ((False, "matmul_scaled"), (True, "transposed_scaled")):
         product = getattr(Float8Compute, name)
 
-        def spied(weight, rows, product=product, transposed=transposed):
+        def spied(weight, rows, *dtype, product=product, transposed=transposed):
             seen[transposed].append((weight.shape, isinstance(rows, Rounded)))
-            return product(weight, rows)
+            return product(weight, rows, *dtype)
 
         monkeypatch.setattr(Float8Compute, name, spied)
     jax.clear_caches()  # what another test has traced is not traced again

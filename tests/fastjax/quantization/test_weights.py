@@ -14,6 +14,7 @@ from convert.formats import nf4
 from fastjax.quantization import MixedWeight, NF4Weight, as_weight, concatenate, dequantize, matmul
 from fastjax.quantization.float8 import in_float8
 from fastjax.quantization.weights import decoded_scales
+from pallas_kernels.float8 import scaled_values
 from tests.support.aot import AOT, needs_cuda_plugin
 
 #: (rows of the parts, columns): whole blocks a row; blocks that cross rows; an odd number of elements.
@@ -55,6 +56,26 @@ def test_products_and_gradients_equal_those_of_the_decoded_matrix(rows, columns,
     tolerance = {"rtol": 1e-2, "atol": 1e-2 * columns**0.5} if dtype == jnp.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     for ours, theirs in ((out, expected), (pull(dy)[0], pull_plain(dy)[0])):
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), **tolerance)
+
+
+@pytest.mark.parametrize("tokens", [3, 160])
+def test_products_in_float32_are_not_rounded_to_the_inputs_dtype(tokens):
+    """Of every kind of weight; a gradient through NF4's has the input's dtype."""
+    packed = NF4Weight.from_tensor(tensors((24, 40), 64, True)[1])
+    plain = packed.dequantize(jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, tokens, 64)), jnp.bfloat16)
+    for weight in (packed, plain, MixedWeight((packed, plain)), in_float8(packed, False)):
+        found = as_weight(weight).matmul_scaled(x, jnp.float32)
+        expected = np.asarray(x, np.float64) @ np.asarray(dequantize(weight, jnp.bfloat16), np.float64).T
+        assert found.dtype == jnp.float32 and as_weight(weight).matmul_scaled(x).dtype == jnp.bfloat16
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    rounded = as_weight(in_float8(packed)).matmul_scaled(x, jnp.float32)
+    assert rounded.product.dtype == jnp.float32
+    np.testing.assert_array_equal(
+        scaled_values(rounded).astype(jnp.bfloat16), scaled_values(in_float8(packed).matmul_scaled(x)).astype(x.dtype)
+    )
+    product, pull = jax.vjp(lambda x: packed._matmul_into(x, jnp.float32), x)
+    np.testing.assert_array_equal(pull(product)[0], packed.transposed(product.astype(x.dtype)))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -88,6 +88,22 @@ def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
     close([alone], [exact((jnp.zeros_like(residual), *arrays[1:]), parts)[0]], 2**-9)
 
 
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize(("parts", "rank"), CASES)
+def test_a_sum_with_a_base_in_float32_is_rounded_once(parts, rank, scales):
+    """To half of a unit of bfloat16's last place, whatever the base's size."""
+    arrays = residual, _, _, _, b, products, _, _ = operands(parts, rank, jnp.bfloat16)
+    wide = operands(parts, rank, jnp.float32)[1]
+    base, wide = scaled(wide) if scales else (wide, wide)
+    total = np.asarray(exact((residual, wide, *arrays[2:]), parts)[0])
+    for found in (
+        low_rank_add(base, products, b, parts=parts, residual=residual, implementation="xla"),
+        triton.add(residual, base, products, b, parts, config.add_config(rank), True),
+    ):
+        assert found.dtype == jnp.bfloat16
+        assert (np.abs(np.asarray(found, np.float64) - total) <= 2.0**-8 * np.abs(total) + 1e-5).all()
+
+
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_scales_that_are_left_to_the_sum_change_no_bit(parts, rank):
     residual, base, _, _, b, products, _, _ = operands(parts, rank, jnp.bfloat16)
@@ -151,7 +167,8 @@ def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B(parts, rank)
         ({"parts": (64, 64)}, r"parts must add up .* \(64, 64\), \[192, 64\]"),
         ({"products": jnp.ones((192, 8))}, r"rank 16, products must be \[192, 16\], got \[192, 8\]"),
         ({"lora_B": jnp.ones((32, 16))}, r"lora_B must be \[64, R\], got \[32, 16\]"),
-        ({"residual": jnp.ones((192, 32))}, r"residual must be float32\[192, 64\] like base"),
+        ({"residual": jnp.ones((192, 32))}, r"residual must be float32\[192, 64\], got float32\[192, 32\]"),
+        ({"base": jnp.ones((192, 64), jnp.bfloat16)}, "base must be in float32 like products"),
         ({"lora_B": jnp.ones((64, 16), jnp.bfloat16)}, "one dtype"),
     ],
 )

@@ -44,14 +44,17 @@ def assert_close(actual, expected, dtype):
     assert error <= TOLERANCE[dtype], error
 
 
-@pytest.mark.parametrize(("rows", "asked"), [((1, 127), ["float32"]), ((1, 128), [])])
-def test_sums_of_few_rows_are_float32_until_the_end(rows, asked):
+@pytest.mark.parametrize(
+    ("rows", "dtype", "asked"),
+    [((1, 127), None, "float32"), ((1, 128), None, "bfloat16"), ((1, 128), "float32", "float32")],
+)
+def test_sums_of_few_rows_are_float32_until_the_end(rows, dtype, asked):
     """XLA on a GPU may split them, and adds the parts in the dtype that it is asked for."""
     shape, order = SHAPES[0]
     x, _, codes, absmax, _ = case(shape, order, "bfloat16", rows)
-    traced = jax.make_jaxpr(lambda x: nf4.matmul(x, codes, absmax, shape=shape, order=order))(x)
-    assert traced.out_avals[0].dtype == jnp.bfloat16
-    assert re.findall(r"preferred_element_type=(\w+)", str(traced)) == asked
+    traced = jax.make_jaxpr(lambda x: nf4.matmul(x, codes, absmax, shape=shape, order=order, dtype=dtype))(x)
+    assert traced.out_avals[0].dtype == (dtype or "bfloat16")
+    assert re.findall(r"preferred_element_type=(\w+)", str(traced)) == [asked]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
