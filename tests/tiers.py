@@ -6,6 +6,7 @@ tier is made of the default tier's fast modules, by the seconds in durations.jso
 the newer one runs the tests; the older one, which has torch, those marked `torch` or `older_jax`.
 """
 
+import collections
 import json
 import re
 from pathlib import Path
@@ -78,13 +79,16 @@ def select(config, items) -> None:
 
     left_out = {item for item in items if is_out(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    known = durations()
+    known, kept = durations(), [item for item in items if item not in left_out]
+    counts = collections.Counter(item.path for item in kept)
 
     def seconds(item) -> float:
-        return known.get(item.path.relative_to(TESTS).as_posix(), {}).get(run(config), 0.0)
+        whole = known.get(item.path.relative_to(TESTS).as_posix(), {}).get(run(config), 0.0)
+        return whole / counts[item.path] if run(config) == "gpu" else whole
 
-    # The slowest modules first: at the end no worker waits for another's.
-    items[:] = sorted((item for item in items if item not in left_out), key=seconds, reverse=True)
+    # The slowest modules first, on a card those with the slowest tests, which come one by one: at the end no worker
+    # waits for another's.
+    items[:] = sorted(kept, key=seconds, reverse=True)
 
 
 def _names(argument: str, item) -> bool:

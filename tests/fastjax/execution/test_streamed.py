@@ -157,6 +157,30 @@ def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, 
     assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_place_in_the_loops_rooms_is_written(monkeypatch, request, tmp_path, devices):
+    """Rooms of NaN change nothing: on one device, and on each of several that share nothing but the batch."""
+    adapted = tiny.adapted(tiny.model(tmp_path, tiny.config(**LLAMA), load_in_4bit=True))
+    batch, options = tiny.batches(tiny.config(**LLAMA), 1)[0], {}
+    if devices > 1:
+        options = {"mesh": make_mesh(data=devices), "sum_once": True}
+    expected, other = steps.gradients(adapted, batch, **options)
+    rooms = []
+
+    def poisoned(shape, dtype):
+        rooms.append(shape)
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 77, dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", poisoned)
+    for again in (steps.recording_step.cache_clear, jax.clear_caches):
+        again()
+        request.addfinalizer(again)  # nobody is given a program with such rooms
+    metrics, found = steps.gradients(adapted, batch, **options)
+    assert (4, 2 // devices, 40, 64) in rooms, "of the layers' inputs"
+    assert metrics["loss"] == expected["loss"]
+    steps.assert_same(found, other)
+
+
 #: Of the layers compiled for a card.
 WIDTH, COUNT = 2048, 6
 
