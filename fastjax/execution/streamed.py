@@ -6,10 +6,10 @@ Large residuals go to the host while the next layer computes, and come back whil
 
 The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass, and would
 fill the room for all layers' residuals with zeros first: a fiftieth of a step. A layer's residuals are those that its
-policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the
-matrices, the arrays on the device, what all layers share), is taken out of them and put back there. A copy in a loop is
-a plain transfer beside the products if its offset is linear in the loop's counter, so loops with copies end one layer
-early and the last one follows them.
+policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the matrices, the arrays on the
+device, what all layers share), is taken out of them and put back there. A copy in a loop is a plain transfer beside the
+products if its offset is linear in the loop's counter, so loops with copies end one layer early and the last one
+follows them.
 """
 
 import dataclasses

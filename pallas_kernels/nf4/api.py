@@ -161,6 +161,8 @@ def matmul(
         quant_map = None
     through = _through("nf4.matmul", weight_dtype, x.dtype)
     dtypes = x.dtype, x.dtype if dtype is None else jnp.dtype(dtype)
+    if dtypes[1] not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"nf4.matmul: dtype must be bfloat16, float16 or float32, got {dtypes[1]}")
     return _matmul(x, codes, absmax, quant_map, shape, order, through, dtypes, implementation)
 
 

@@ -128,6 +128,8 @@ def test_bad_arguments_are_named():
     x, _, codes, absmax, _ = case((96, 192), "split", "float32")
     with pytest.raises(ValueError, match=r"x must be \[..., 192\].*got float32\(2, 5, 191\)"):
         nf4.matmul(x[..., 1:], codes, absmax, shape=(96, 192))
+    with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32, got int8"):
+        nf4.matmul(x, codes, absmax, shape=(96, 192), dtype="int8")
     with pytest.raises(ValueError, match="nf4.matmul: codes of a 96×192 matrix"):
         nf4.matmul(x, codes[1:], absmax, shape=(96, 192))
     if jax.default_backend() == "cpu":
