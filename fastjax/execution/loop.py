@@ -57,7 +57,7 @@ def run_layers(
         plan: the stacks.
         blocks: the block of each and its arrays, which lead with the count where the stack repeats.
         x: the first layer's input.
-        shared: arrays that all layers read.
+        shared: arrays that all layers read; constants for the gradient.
         policy_of: number of a layer -> its policy; a stack's layers are of one.
 
     Returns:

@@ -7,7 +7,8 @@ Large residuals go to the host while the next layer computes, and come back whil
 The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass, and would
 fill the room for all layers' residuals with zeros first: a fiftieth of a step. A layer's residuals are those that its
 policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the matrices, the arrays on the
-device, what all layers share), is taken out of them and put back there. A copy in a loop is a plain transfer beside the
+device, what all layers share), is taken out of them and put back there; what a layer makes of these alone and keeps is
+kept for every layer. A copy in a loop is a plain transfer beside the
 products if its offset is linear in the loop's counter, so loops with copies end one layer early and the last one
 follows them.
 """
@@ -88,7 +89,10 @@ def run_streamed(
         return _forward(one, count, x, near, far, shared, None, least)[0]
 
     def forward(x, near, far, shared):
-        assert not any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))), "they are constants"
+        if any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))):
+            raise NotImplementedError(
+                "the layers' loop: arrays that all layers read, or in the host's memory, are frozen"
+            )
         moves = [leaf.perturbed for leaf in near]
         x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
         results, saved = _forward(one, count, x, near, far, shared, moves, least)

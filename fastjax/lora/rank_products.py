@@ -190,9 +190,9 @@ def large_product(
 ) -> Float[Array, "B S out"] | Scaled:
     """x·Wᵀ as `add_products` takes it: summed over the devices that share the layer, for this device's tokens alone.
 
-    Beside adapters it is in float32, so that the sum is rounded once. Of a product that is rounded before, a sum with a
-    fresh adapter's small addend is mostly the product again, or one more addend brings it where the small one counts
-    many times.
+    Beside adapters it is in float32, so that the sum is rounded once (of up to 64 rows NF4's kernel may round before).
+    Of a product that is rounded before, a sum with a fresh adapter's small addend is mostly the product again, or one
+    more addend brings it where the small one counts many times.
 
     Args:
         parts: of the weight.

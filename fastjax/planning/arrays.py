@@ -12,8 +12,8 @@ _WRAPPED = re.compile(r"(?:jvp|transpose)\(([^()]*)\)")
 #: Types of arrays that are not in the host's memory.
 _ON_DEVICE = re.compile(rf"\w+\[[\d,]*\](?!{re.escape(IN_HOST)})")
 
-#: Operations that move what others have made.
-_COPIES = ("dynamic_update_slice", "dynamic_slice", "broadcast_in_dim", "copy")
+#: Operations that move what others have made, or make room for it.
+_COPIES = ("dynamic_update_slice", "dynamic_slice", "broadcast_in_dim", "copy", "empty")
 
 
 class LargeArray(NamedTuple):
@@ -50,7 +50,7 @@ def largest_arrays(text: str, count: int) -> list[LargeArray]:
             if kernel.times > 1 and not any(copied in kernel.scope for copied in _COPIES):
                 parts.setdefault((*_ends(type_), whole * kernel.times), _short(kernel.scope))
     largest = sorted(arrays.values(), key=lambda array: -array.bytes)[:count]
-    # What a loop stacks begins as zeros, and is named by what each turn puts into it.
+    # What a loop stacks begins as room, or as zeros, and is named by what each turn puts into it.
     return [one._replace(scope=parts.get((*_ends(one.type), one.bytes), one.scope)) for one in largest]
 
 

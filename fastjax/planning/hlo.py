@@ -210,7 +210,9 @@ def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator
 
 
 def _result(one: Instruction) -> int:
-    """Bytes of the result; a library's workspace behind it is none."""
+    """Bytes of the result; a library's workspace behind it is none, and nothing writes room that is allocated."""
+    if '"AllocateBuffer"' in one.rest:
+        return 0
     return size(one.shape.split(", s8[")[0] if one.kind == "custom-call" else one.shape)
 
 

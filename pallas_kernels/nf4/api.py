@@ -141,7 +141,7 @@ def matmul(
         order: of the codes.
         quant_map: as in `dequantize`.
         weight_dtype: as in `dequantize`, before x's dtype.
-        dtype: of the product; None: that of x.
+        dtype: of the product; None: that of x. "fused" may round to that of x before.
         implementation: "fused", or one of the dequantisation's; in both passes. None lets each pass choose.
 
     Returns:

@@ -6,8 +6,8 @@ Dequantisation is one function, which the matrix product uses before it multipli
 
 The product has two, itself and its gradient in x:
 
-    forward(x, codes, absmax, quant_map, *, shape, order, through) -> x Wᵀ
-    backward(dy, codes, absmax, quant_map, *, shape, order, through) -> dy W
+    forward(x, codes, absmax, quant_map, *, shape, order, through, dtype) -> x Wᵀ
+    backward(dy, codes, absmax, quant_map, *, shape, order, through, dtype) -> dy W
 
 The dequantisation to float8_e4m3fn has two, to the matrix and to its transpose, over the scales of the result's rows:
 

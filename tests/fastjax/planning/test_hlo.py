@@ -63,6 +63,14 @@ def test_kernels_count_slices_and_loops():
     )
 
 
+def test_room_that_is_allocated_is_written_by_nobody():
+    """And is named by what each turn puts into it, in a loop over microbatches too."""
+    room = 'custom_call_target="AllocateBuffer", metadata={op_name="jit(step)/layers/empty"}'
+    text = TEXT.replace('custom_call_target="made"', room).replace("checkpoint/mlp/put", "dynamic_update_slice")
+    assert [kernel.moved for kernel in kernels(text) if kernel.scope.endswith("empty")] == [0]
+    assert str(largest_arrays(text, 1)[0]).endswith("take (forward)")
+
+
 def test_an_instruction_that_begins_another_does_not_make_its_operands():
     begun = "%taken = ((bf16[8,512,256]{2,1,0}, s32[]), f32[512,256]{1,0}, u32[]) fusion-start("
     found = {
