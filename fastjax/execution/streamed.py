@@ -90,9 +90,7 @@ def run_streamed(
 
     def forward(x, near, far, shared):
         if any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))):
-            raise NotImplementedError(
-                "the layers' loop: arrays that all layers read, or in the host's memory, are frozen"
-            )
+            raise NotImplementedError("no gradient of arrays that all layers read, or that the host's memory holds")
         moves = [leaf.perturbed for leaf in near]
         x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
         results, saved = _forward(one, count, x, near, far, shared, moves, least)

@@ -69,6 +69,17 @@ def test_numbers_are_summed_over_the_layers_and_have_gradients(remat):
     np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5 * np.abs(expected[1]).max())
 
 
+def test_what_all_layers_read_has_no_gradient():
+    """Asked for by somebody, it is an error and not zeros."""
+    x, blocks = jnp.ones((1, 2, 3)), blocks_of(jnp.asarray(SCALES))
+
+    def ours(shared):
+        return jnp.sum(run_layers(PLAN, blocks, x, shared, policy_of=lambda _: "none")[0])
+
+    with pytest.raises(NotImplementedError, match="no gradient of arrays that all layers read"):
+        jax.grad(ours)(jnp.float32(0.125))
+
+
 def test_each_layer_adds_to_its_place_in_its_stacks_states():
     """The states of a stack are carried whole, one array a layer of the period; `slots.layer` is the place in it."""
 
