@@ -57,7 +57,7 @@ def compiled(kind, rank):
     return aot.compile(forward_and_backward(apply), *specs, x, x, options=options)
 
 
-@pytest.mark.exhaustive("16-1150000000.0-nf4")
+@pytest.mark.exhaustive("16-1300000000.0-nf4")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 @pytest.mark.parametrize(("rank", "most"), [(16, 1.3e9), (64, 1.6e9)])
 def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
