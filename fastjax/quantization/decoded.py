@@ -64,7 +64,7 @@ class DecodedWeight(Weight):
 
 @jax.custom_vjp
 def _product(x, weight):
-    return weight._matmul_into(x, x.dtype)
+    return weight.matmul_into(x, x.dtype)
 
 
 def _forward(x, weight):

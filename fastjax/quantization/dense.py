@@ -31,11 +31,8 @@ class DenseWeight(Weight):
         """Its dtype."""
         return (str(self.array.dtype),)
 
-    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x."""
-        return linear(x, self.array)
-
-    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+    def matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        """x·Wᵀ in a dtype."""
         return plain_product(x, self.array.astype(x.dtype), 1, dtype)
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:

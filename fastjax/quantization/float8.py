@@ -112,10 +112,11 @@ class Float8Compute(Weight):
             return _multiply(x, self, False, dtype)
         return super().matmul_scaled(x, dtype)
 
-    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+    def matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        """x·Wᵀ in a dtype."""
         if self.forward and x.dtype == jnp.bfloat16:
             return float8.scaled_values(_multiply(x, self, False, dtype)).astype(dtype)
-        return self._own._matmul_into(x, dtype)
+        return self._own.matmul_into(x, dtype)
 
     def transposed_scaled(self, dy: Float[Array, "B S out"] | float8.Rounded) -> Float[Array, "B S in"] | float8.Scaled:
         """dy·W; of bfloat16 or float8 with the scales beside the product."""

@@ -96,11 +96,9 @@ class NF4Weight(Weight):
         absmax = _all_scales(self, self.absmax.ndim - (2 if self.order == "split" else 1))
         return dataclasses.replace(self, absmax=absmax, nested_absmax=None, nested_quant_map=None, nested_offset=None)
 
-    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x, each device with its own rows of x."""
-        return self._matmul_into(x, x.dtype)
+    def matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
+        """x·Wᵀ in a dtype, each device with its own rows of x."""
 
-    def _matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
         def product(x, codes, scales, quant_map):
             return nf4.matmul(x, codes, scales, quant_map=quant_map, dtype=dtype, **self._layout)
 

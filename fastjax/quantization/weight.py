@@ -52,9 +52,19 @@ class Weight(abc.ABC):
     shape: tuple[int, ...]
     formats: tuple[str, ...]
 
-    @abc.abstractmethod
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, accumulated in float32; in true float32 where x is float32."""
+        return self.matmul_into(x, x.dtype)
+
+    def matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
+        """`matmul` whose result is in another dtype: for readers that add to it before it is rounded.
+
+        Args:
+            x: as of `matmul`.
+            dtype: of the product.
+        """
+        x, matrix = decode_when_needed(x, self)
+        return plain_product(x, matrix, 1, dtype)
 
     def in_place(self) -> "Weight":
         """Which of its arrays the products take as `shard_gather.Shared` too: a tree of bools."""
@@ -75,7 +85,7 @@ class Weight(abc.ABC):
             x: as of `matmul`.
             dtype: of the product; None: that of x.
         """
-        return self.matmul(x) if dtype is None else self._matmul_into(x, dtype)
+        return self.matmul(x) if dtype is None else self.matmul_into(x, dtype)
 
     def addends(self, x: Float[Array, "N in"]) -> Float[Array, "C N out"]:
         """x·Wᵀ for a few rows on one device, for a reader that adds it up: one addend in the dtype of x, or several.
@@ -164,11 +174,6 @@ class Weight(abc.ABC):
     ) -> Any:
         """The gradient of the experts' matrices, as the tree that the model holds; None for frozen ones."""
         return None
-
-    def _matmul_into(self, x: Float[Array, "B S in"], dtype: DTypeLike) -> Float[Array, "B S out"]:
-        """x·Wᵀ in a dtype; no gradient flows through it."""
-        x, matrix = decode_when_needed(x, self)
-        return plain_product(x, matrix, 1, dtype)
 
     def _decoded(self, x: Array) -> tuple[Array, Float[Array, "X out in"]]:
         """x, and the experts' matrices in its dtype: decoded no earlier than x is there, not inside of a product."""

@@ -130,11 +130,12 @@ class MixedWeight(Weight):
         return tuple(dict.fromkeys(name for piece in self._pieces for name in piece.formats))
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x."""
+        """x·Wᵀ in the dtype of x; each weight has its own gradient."""
         return jnp.concatenate([piece.matmul(x) for piece in self._pieces], axis=-1)
 
-    def _matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
-        return jnp.concatenate([piece._matmul_into(x, dtype) for piece in self._pieces], axis=-1)
+    def matmul_into(self, x: Float[Array, "B S in"], dtype: jax.typing.DTypeLike) -> Float[Array, "B S out"]:
+        """x·Wᵀ in a dtype."""
+        return jnp.concatenate([piece.matmul_into(x, dtype) for piece in self._pieces], axis=-1)
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""

@@ -57,16 +57,17 @@ def compiled(kind, rank):
     return aot.compile(forward_and_backward(apply), *specs, x, x, options=options)
 
 
-@pytest.mark.exhaustive("16-1300000000.0-nf4")
+@pytest.mark.exhaustive("16-1150000000.0-nf4")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
-@pytest.mark.parametrize(("rank", "most"), [(16, 1.3e9), (64, 1.6e9)])
+@pytest.mark.parametrize(("rank", "most"), [(16, 1.15e9), (64, 1.45e9)])
 def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     """The frozen block moves 5.2 GB on NF4, plain sums of rank 16 beside its projections another 5.1.
 
-    0.13 of what they add is the product of down in float32, which is written and read.
+    Beside that, down's product is written and read in float32, two bytes more a number each time.
     """
     ours, frozen = (kernels(compiled(kind, r).as_text()) for r in (rank, 0))
-    assert sum(kernel.moved for kernel in ours) < sum(kernel.moved for kernel in frozen) + most
+    moved, without = (sum(kernel.moved for kernel in found) for found in (ours, frozen))
+    assert moved < without + most + 2 * 2 * TOKENS * WIDTH
     # [dgate | dup]·B reads both once; the rest is where the frozen block has a pass too
     counts = [sum(kernel.moved >= LARGE for kernel in found) for found in (ours, frozen)]
     assert counts[0] == counts[1] + 1

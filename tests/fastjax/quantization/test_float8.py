@@ -213,7 +213,7 @@ def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(drop
     found = results()
     assert [isinstance(arguments[0], Scaled) for arguments in seen] == [True] * len(seen)
     assert isinstance(seen[-1][2], Scaled) == (not dropout)
-    plain = lambda weight, x, dtype=None: weight._matmul_into(x, dtype or x.dtype)  # noqa: E731
+    plain = lambda weight, x, dtype=None: weight.matmul_into(x, dtype or x.dtype)  # noqa: E731
     monkeypatch.setattr(Float8Compute, "matmul_scaled", plain)
     monkeypatch.setattr(Float8Compute, "transposed_scaled", Float8Compute.transposed)
     monkeypatch.setattr(Float8Compute, "reads_rounded", lambda weight, transposed: False)  # rows come as they are

@@ -74,7 +74,7 @@ def test_products_in_float32_are_not_rounded_to_the_inputs_dtype(tokens):
     np.testing.assert_array_equal(
         scaled_values(rounded).astype(jnp.bfloat16), scaled_values(in_float8(packed).matmul_scaled(x)).astype(x.dtype)
     )
-    product, pull = jax.vjp(lambda x: packed._matmul_into(x, jnp.float32), x)
+    product, pull = jax.vjp(lambda x: packed.matmul_into(x, jnp.float32), x)
     np.testing.assert_array_equal(pull(product)[0], packed.transposed(product.astype(x.dtype)))
 
 
