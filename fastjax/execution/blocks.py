@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from fastjax.execution.chunks import Chunk, chunk_size, feed_by_chunks
-from fastjax.execution.loop import Block
+from fastjax.execution.loop import Block, StackBlock
 from fastjax.execution.policies import offloads
 from fastjax.execution.streamed import has_streamed
 from fastjax.execution.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
@@ -48,8 +48,8 @@ class Transforms(NamedTuple):
 
 def stack_blocks(
     model: Decoder, x: Float[Array, "B S E"], run: Pass, policy_of: Callable[[int], str], chunk: Chunk
-) -> list[tuple[Block, Any]]:
-    """The block of each stack of layers and its arrays, for a loop over them.
+) -> list[StackBlock]:
+    """What runs each stack of layers, for a loop over them.
 
     Args:
         model: the decoder.
@@ -74,9 +74,9 @@ def stack_blocks(
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
             arrays, shards = take_shards(arrays, axes, read_in_place(arrays))
             block = block_of(graphdef, how._replace(gather=None))
-            blocks.append((_with_shards(block, stack, shards), arrays))
+            blocks.append(StackBlock(_with_shards(block, stack, shards), arrays, shards.stacks))
         else:
-            blocks.append((block_of(graphdef, how), arrays))
+            blocks.append(StackBlock(block_of(graphdef, how), arrays))
     return blocks
 
 
@@ -89,7 +89,7 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
         how: the transforms.
     """
 
-    def block(x, arrays, shared, first, *states):
+    def block(x, arrays, _, shared, first, *states):
         if how.gather is not None and how.shared is None:
             arrays = gathered(arrays, how.gather, x, read_in_place(arrays), stays=how.stays)
         layers = nnx.merge(graphdef, arrays)
@@ -110,11 +110,12 @@ def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
     Args:
         block: of whole arrays.
         stack: its layers.
-        shards: of all of them.
+        shards: of all of them; their stacks come as the block's `whole`.
     """
 
-    def complete(x, arrays, shared, first, *states):
+    def complete(x, arrays, whole, shared, first, *states):
         layer = (first - stack.start) // stack.period
-        return block(x, completed(arrays, shards, layer, x), shared, first, *states)
+        arrays = completed(arrays, shards._replace(stacks=whole), layer, x)
+        return block(x, arrays, (), shared, first, *states)
 
     return complete

@@ -6,7 +6,7 @@ offloads the layers' weights, or updates each layer) can take this one's place.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from fastjax.models.context import Context, Sums, added
 from fastjax.models.executor import of_layer
 from fastjax.models.layout import LayerStack
 from fastjax.parallel import several_devices
-from fastjax.parallel.gather import holds_shards, splits_weights
+from fastjax.parallel.gather import splits_weights
 from fastjax.parallel.islands import inside_island
 
 
@@ -27,13 +27,14 @@ class Block(Protocol):
     """One period of a stack's layers, a pure function."""
 
     def __call__(
-        self, x: Float[Array, "B S E"], arrays: Any, shared: Any, first: Int[Array, ""], *states: Any
+        self, x: Float[Array, "B S E"], arrays: Any, whole: Any, shared: Any, first: Int[Array, ""], *states: Any
     ) -> tuple[Any, ...]:
         """The output, the states after it, and the layers' sums.
 
         Args:
             x: the input.
             arrays: the layers' own.
+            whole: arrays of all layers of the stack, as in `StackBlock`.
             shared: arrays that all layers read.
             first: number of the first layer.
             states: in generation, what the layers hold of the tokens before (`mixers.LayerState`).
@@ -41,9 +42,23 @@ class Block(Protocol):
         ...
 
 
+class StackBlock(NamedTuple):
+    """What runs a stack.
+
+    Attributes:
+        block: of one period.
+        arrays: the layers' own, which lead with the count where the stack repeats.
+        whole: arrays of all layers out of which a layer takes its own where they lie; constants for the gradient.
+    """
+
+    block: Block
+    arrays: Any
+    whole: Any = ()
+
+
 def run_layers(
     plan: Sequence[LayerStack],
-    blocks: Sequence[tuple[Block, Any]],
+    blocks: Sequence[StackBlock],
     x: Float[Array, "B S E"],
     shared: Any,
     *,
@@ -51,11 +66,11 @@ def run_layers(
 ) -> tuple[Float[Array, "B S E"], Sums]:
     """Run the stacks one after another: in a loop where a stack repeats, else by a plain call.
 
-    The loop is `streamed`'s where a device has whole layers, else `lax.scan`, which XLA splits over devices.
+    The loop is `streamed`'s where a device runs whole layers, else `lax.scan`, which XLA splits over devices.
 
     Args:
         plan: the stacks.
-        blocks: the block of each and its arrays, which lead with the count where the stack repeats.
+        blocks: what runs each.
         x: the first layer's input.
         shared: arrays that all layers read; constants for the gradient.
         policy_of: number of a layer -> its policy; a stack's layers are of one.
@@ -71,27 +86,33 @@ def run_layers(
         return jax.jit(checkpointed(_of_this_pass(block), policy, scanned=False, gathers=gathers))
 
     total: Sums = {}
-    for stack, (block, arrays) in zip(plan, blocks, strict=True):
+    for stack, (block, arrays, whole) in zip(plan, blocks, strict=True):
         policy = policy_of(stack.start)
         if stack.count == 1:
-            x, (sums,) = _run_stack(stack, single(block, policy), x, arrays, shared)
-        elif has_streamed(arrays) or not several_devices() or (_whole_layers() and not offloads(policy)):
+            x, sums = single(block, policy)(x, arrays, whole, shared, jnp.int32(stack.start))
+        elif has_streamed(arrays) or not several_devices() or (inside_island() and not offloads(policy)):
             block = checkpointed(block, policy, scanned=True, moves=False)
 
-            def layer(x, arrays, shared, repeat, block=block, stack=stack):
-                return block(x, arrays, shared, stack.start + stack.period * repeat)
+            def layer(x, arrays, both, repeat, block=block, stack=stack):
+                return block(x, arrays, *both, stack.start + stack.period * repeat)
 
-            x, sums = run_streamed(layer, x, arrays, shared, stack.count, offload=offloads(policy))
+            x, sums = run_streamed(layer, x, arrays, (whole, shared), stack.count, offload=offloads(policy))
         else:
             block = checkpointed(block, policy, scanned=True, gathers=gathers)
-            x, (sums,) = _run_stack(stack, block, x, arrays, shared)
+
+            def body(x, one, block=block, whole=whole):
+                arrays, first = one
+                return block(x, on_device(arrays), whole, shared, first)
+
+            firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
+            x, sums = jax.lax.scan(body, x, (arrays, firsts))
         total = added(total, sums if stack.count == 1 else {name: jnp.sum(each, axis=0) for name, each in sums.items()})
     return x, total
 
 
 def run_steps(
     plan: Sequence[LayerStack],
-    blocks: Sequence[tuple[Block, Any]],
+    blocks: Sequence[StackBlock],
     x: Float[Array, "B S E"],
     shared: Context,
     states: Sequence[Any],
@@ -112,16 +133,16 @@ def run_steps(
     """
     single = functools.cache(lambda block: jax.jit(_of_this_pass(block)))
     after = []
-    for stack, (block, arrays), state in zip(plan, blocks, states, strict=True):
+    for stack, (block, arrays, whole), state in zip(plan, blocks, states, strict=True):
         if stack.count == 1:
-            x, state, _ = single(block)(x, arrays, of_layer(shared, jnp.int32(0)), jnp.int32(stack.start), state)
+            x, state, _ = single(block)(x, arrays, whole, of_layer(shared, jnp.int32(0)), jnp.int32(stack.start), state)
             after.append(state)
             continue
 
-        def body(carry: Any, one: Any, block: Block = block, stack: LayerStack = stack) -> tuple[Any, None]:
+        def body(carry: Any, one: Any, block=block, whole=whole, stack=stack) -> tuple[Any, None]:
             (x, state), (arrays, repeat) = carry, one
             first = stack.start + stack.period * repeat
-            x, state, _ = block(x, on_device(arrays), of_layer(shared, repeat), first, state)
+            x, state, _ = block(x, on_device(arrays), whole, of_layer(shared, repeat), first, state)
             return (x, state), None
 
         repeats = jnp.arange(stack.count, dtype=jnp.int32)
@@ -130,26 +151,6 @@ def run_steps(
     return x, after
 
 
-def _whole_layers() -> bool:
-    """Whether the caller is in an island whose devices each have all of the layers."""
-    return inside_island() and not holds_shards()
-
-
 def _of_this_pass(block: Block) -> Callable[..., Any]:
     """The block as a function of its own: JAX keeps traces by the function, and another pass may choose otherwise."""
     return lambda *arguments: block(*arguments)
-
-
-def _run_stack(stack: LayerStack, block: Callable[..., Any], x: Array, arrays: Any, shared: Any) -> tuple[Any, Any]:
-    """The output of a stack's layers, and what else the block gives: of a stack that repeats along a leading axis."""
-    if stack.count == 1:
-        x, *others = block(x, arrays, shared, jnp.int32(stack.start))
-        return x, others
-
-    def body(x: Array, one: Any) -> tuple[Any, Any]:
-        arrays, first = one
-        x, *others = block(x, on_device(arrays), shared, first)
-        return x, others
-
-    firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
-    return jax.lax.scan(body, x, (arrays, firsts))

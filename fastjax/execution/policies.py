@@ -41,7 +41,7 @@ POLICIES: Mapping[str, Policy | None] = {
     "attention": Policy(("attention_out", "attention_lse", "lora"), (), (2, 2, 2), (2, 2)),
     "full": Policy((), (), (3, 4, 5), (3, 3)),
     "offload": Policy((), (LAYER_INPUT,), (4, 6, 6), (5, 6)),
-    "offload_attention": Policy(("attention_lse",), (LAYER_INPUT, "attention_out"), (5, 5, 4), (5, 5)),
+    "offload_attention": Policy(("attention_lse", "lora"), (LAYER_INPUT, "attention_out"), (5, 5, 4), (5, 5)),
     "offload_projections": Policy(
         ("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED), (6, 3, 3), (4, 4)
     ),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastjax.execution.loop import added, run_layers, run_steps
+from fastjax.execution.loop import StackBlock, added, run_layers, run_steps
 from fastjax.execution.stacks import arrange
 from fastjax.models.context import Context, Slots
 from fastjax.models.layout import LayerStack
@@ -17,7 +17,7 @@ SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
 def block_of(stack):
     """x becomes sin(x·s) + shared a layer; layers of the long stack have a number "odd", all have a vector "square"."""
 
-    def block(x, scales, shared, first):
+    def block(x, scales, _, shared, first):
         sums = {}
         for position, scale in enumerate(scales):
             x = jnp.sin(x * scale) + shared
@@ -31,7 +31,7 @@ def block_of(stack):
 
 def blocks_of(scales):
     arrays = arrange([scales[n] for n in range(8)], PLAN)
-    return [(block_of(stack), own) for stack, own in zip(PLAN, arrays, strict=True)]
+    return [StackBlock(block_of(stack), own) for stack, own in zip(PLAN, arrays, strict=True)]
 
 
 def looped(scales, x, remat="none"):
@@ -83,7 +83,7 @@ def test_what_all_layers_read_has_no_gradient():
 def test_each_layer_adds_to_its_place_in_its_stacks_states():
     """The states of a stack are carried whole, one array a layer of the period; `slots.layer` is the place in it."""
 
-    def block(x, scales, context, first, states):
+    def block(x, scales, _, context, first, states):
         after = []
         for scale, before in zip(scales, states, strict=True):
             x = jnp.sin(x * scale) + 0.125
@@ -92,7 +92,7 @@ def test_each_layer_adds_to_its_place_in_its_stacks_states():
 
     x, number = jnp.ones((1, 1, 2)), jnp.zeros((1, 1), jnp.int32)
     slots = Slots(*(number,) * 5, number[0], jnp.int32(0))
-    blocks = [(block, arrays) for _, arrays in blocks_of(jnp.asarray(SCALES))]
+    blocks = [StackBlock(block, each.arrays) for each in blocks_of(jnp.asarray(SCALES))]
     states = [[jnp.full((stack.count, 2), float(stack.start))] * stack.period for stack in PLAN]
     last, found = run_steps(PLAN, blocks, x, Context({}, None, None, slots=slots), states)
     y = x
@@ -106,7 +106,7 @@ def test_each_layer_adds_to_its_place_in_its_stacks_states():
 def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
     def run(x):
         state = jnp.ones(stack.count) if stack.count > 1 else jnp.float32(1)
-        blocks = [(lambda x, state, *_: (x * state, {}), state)]
+        blocks = [StackBlock(lambda x, state, *_: (x * state, {}), state)]
         return run_layers([stack], blocks, x, None, policy_of=lambda _: "none")
 
     program = jax.make_jaxpr(run)(jnp.ones((1, 2, 3))).jaxpr
@@ -117,14 +117,14 @@ def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
 def test_equal_layers_called_one_by_one_are_traced_once(remat):
     traced = []
 
-    def block(x, state, shared, first):
+    def block(x, state, _, shared, first):
         traced.append(first)
         return jnp.sin(x * state) + first.astype(jnp.float32), {}
 
     plan = [LayerStack(n, 1, 1) for n in range(4)]
 
     def ours(scales):
-        states = [(block, scales[n]) for n in range(4)]
+        states = [StackBlock(block, scales[n]) for n in range(4)]
         return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, policy_of=lambda _: remat)[0])
 
     def theirs(scales):
@@ -144,12 +144,11 @@ def test_another_pass_is_traced_again():
     """Implementations are chosen while a block is traced, by the context of the pass."""
     traced = []
 
-    def block(x, state, shared, first):
+    def block(x, state, _, shared, first):
         traced.append(first)
         return x * state, {}
 
+    blocks = [StackBlock(block, jnp.float32(2))]
     for _ in range(2):
-        run_layers(
-            [LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, policy_of=lambda _: "none"
-        )
+        run_layers([LayerStack(0, 1, 1)], blocks, jnp.ones((1, 1, 2)), None, policy_of=lambda _: "none")
     assert len(traced) == 2
