@@ -13,15 +13,25 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from convert.model.config import ModelConfig
 from fastjax.execution.chunks import Chunk, chunk_size, feed_by_chunks
 from fastjax.execution.loop import Block, StackBlock
 from fastjax.execution.policies import offloads
 from fastjax.execution.streamed import has_streamed
-from fastjax.execution.tensor_parts import TensorAxes, copied, layers_on_parts, tensor_axes
+from fastjax.execution.tensor_parts import (
+    TensorAxes,
+    copied,
+    held_apart,
+    layers_on_parts,
+    own_part,
+    part_specs,
+    tensor_axes,
+)
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack, logical_axes
-from fastjax.parallel import CONTEXT, TENSOR, devices_along
+from fastjax.parallel import CONTEXT, TENSOR, devices_along, split_axis
 from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, take_shards
+from fastjax.parallel.islands import inside_island
 from fastjax.quantization import read_in_place
 
 #: (layers, x, context, number of the first, *states) -> a block's result.
@@ -35,6 +45,7 @@ class Transforms(NamedTuple):
         gather: logical axes of their arrays, for what comes from other devices (`gathered`); None: these come whole.
         stays: whether these arrays are no slices of a stack.
         shared: what several devices along `tensor` split; None: there is one.
+        split: the axis over which the tokens of the batch lie on them.
         chunk: tokens of a row that an MLP takes at once; None: all.
         across: the mesh axis along which a row's tokens lie; None: none.
     """
@@ -42,6 +53,7 @@ class Transforms(NamedTuple):
     gather: tuple[P, ...] | None
     stays: bool
     shared: TensorAxes | None
+    split: int
     chunk: int | None
     across: str | None
 
@@ -68,16 +80,28 @@ def stack_blocks(
         names = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
         axes = tuple(P(*each[stack.count > 1 :]) for each in names)
         policy = policy_of(stack.start)
-        how = Transforms(axes, stack.count == 1, shared, chunk_size(chunk, x.shape, policy), across)
+        how = Transforms(
+            axes, stack.count == 1, shared, split_axis(x.shape[0]), chunk_size(chunk, x.shape, policy), across
+        )
+        looped = stack.count > 1 and not offloads(policy) and not has_streamed(arrays)
         if shared is not None:
+            whole = looped and devices_along("fsdp") == 1 and _are_apart(arrays, model.config)
             arrays = copied(arrays, shared, stacked=stack.count > 1)
-        if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
+            specs = part_specs(arrays, shared, x.shape[0], stacked=True) if whole else None
+            blocks.append(StackBlock(block_of(graphdef, how), arrays, specs=specs))
+        elif holds_shards() and looped:
             arrays, shards = take_shards(arrays, axes, read_in_place(arrays))
             block = block_of(graphdef, how._replace(gather=None))
             blocks.append(StackBlock(_with_shards(block, stack, shards), arrays, shards.stacks))
         else:
             blocks.append(StackBlock(block_of(graphdef, how), arrays))
     return blocks
+
+
+def _are_apart(arrays: Any, config: ModelConfig) -> bool:
+    """Whether the weights of a stack lie as devices along `tensor` split them: those that are frozen do."""
+    apart = held_apart({"layers": {0: arrays}}, config, devices_along(TENSOR))["layers"][0]
+    return jax.tree.structure(apart) == jax.tree.structure(arrays)
 
 
 def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
@@ -97,6 +121,8 @@ def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:
             layer.mixer.across = how.across
             if how.chunk is not None:
                 layer.feed = functools.partial(feed_by_chunks, how.chunk)
+        if how.shared is not None and inside_island():
+            return own_part(run, layers, how.split, x, shared, first, *states)
         if how.shared is not None:
             return layers_on_parts(run, layers, how.shared, x, shared, first, *states)
         return run(layers, x, shared, first, *states)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.execution.policies import offloads
@@ -18,7 +19,7 @@ from fastjax.execution.streamed import has_streamed, on_device, run_streamed
 from fastjax.models.context import Context, Sums, added
 from fastjax.models.executor import of_layer
 from fastjax.models.layout import LayerStack
-from fastjax.parallel import several_devices
+from fastjax.parallel import local, several_devices
 from fastjax.parallel.gather import splits_weights
 from fastjax.parallel.islands import inside_island
 
@@ -49,11 +50,14 @@ class StackBlock(NamedTuple):
         block: of one period.
         arrays: the layers' own, which lead with the count where the stack repeats.
         whole: arrays of all layers out of which a layer takes its own where they lie; constants for the gradient.
+        specs: of an island in which each device runs the whole loop: of the input, the arrays and what all layers
+            read; None: the caller is in one, or there is none.
     """
 
     block: Block
     arrays: Any
     whole: Any = ()
+    specs: tuple[P, Any, Any] | None = None
 
 
 def run_layers(
@@ -86,17 +90,23 @@ def run_layers(
         return jax.jit(checkpointed(_of_this_pass(block), policy, scanned=False, gathers=gathers))
 
     total: Sums = {}
-    for stack, (block, arrays, whole) in zip(plan, blocks, strict=True):
+    for stack, (block, arrays, whole, specs) in zip(plan, blocks, strict=True):
         policy = policy_of(stack.start)
         if stack.count == 1:
             x, sums = single(block, policy)(x, arrays, whole, shared, jnp.int32(stack.start))
-        elif has_streamed(arrays) or not several_devices() or (inside_island() and not offloads(policy)):
+        elif specs or has_streamed(arrays) or not several_devices() or (inside_island() and not offloads(policy)):
             block = checkpointed(block, policy, scanned=True, moves=False)
 
             def layer(x, arrays, both, repeat, block=block, stack=stack):
                 return block(x, arrays, *both, stack.start + stack.period * repeat)
 
-            x, sums = run_streamed(layer, x, arrays, (whole, shared), stack.count, offload=offloads(policy))
+            def loop(x, arrays, both, layer=layer, stack=stack, policy=policy):
+                return run_streamed(layer, x, arrays, both, stack.count, offload=offloads(policy))
+
+            if specs is not None:
+                rows, of_arrays, of_shared = specs
+                loop = local(loop, in_specs=(rows, of_arrays, (P(), of_shared)), out_specs=(rows, P()))
+            x, sums = loop(x, arrays, (whole, shared))
         else:
             block = checkpointed(block, policy, scanned=True, gathers=gathers)
 
@@ -133,7 +143,7 @@ def run_steps(
     """
     single = functools.cache(lambda block: jax.jit(_of_this_pass(block)))
     after = []
-    for stack, (block, arrays, whole), state in zip(plan, blocks, states, strict=True):
+    for stack, (block, arrays, whole, _), state in zip(plan, blocks, states, strict=True):
         if stack.count == 1:
             x, state, _ = single(block)(x, arrays, whole, of_layer(shared, jnp.int32(0)), jnp.int32(stack.start), state)
             after.append(state)

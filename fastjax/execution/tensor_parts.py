@@ -143,7 +143,7 @@ def layers_on_parts(
     shared: Context,
     *rest: Any,
 ) -> Any:
-    """`run(layers, x, shared, *rest)`, each device with its part of the layers.
+    """`run(layers, x, shared, *rest)` in an island, each device with its part of the layers.
 
     Args:
         run: of the layers, their input and what all layers read; gives their output, and the routers' sums.
@@ -159,25 +159,54 @@ def layers_on_parts(
         for projection in (*inner, *layer.mixer.outer, *layer.mlp.outer):
             sizes = tuple(rows for _, rows in projection.parts)
             columns = 1 if projection in inner else devices
-            _check_adapters(projection, devices)
             projection.weight.set_value(_apart(projection.weight.get_value(), sizes, columns))
     graphdef, variables = nnx.split(layers)
     state = nnx.to_pure_dict(variables)
-    of_tokens = P(BATCH, CONTEXT)
-    context = Context(of_tokens, P(BATCH), P(), of_tokens, of_tokens)  # pyright: ignore
+
+    def on_device(x: Array, state: Any, shared: Context, *rest: Any) -> Any:
+        return own_part(run, nnx.merge(graphdef, state), split, x, shared, *rest)
+
+    rows, specs, context = part_specs(state, axes, x.shape[0], stacked=False)
+    in_specs = (rows, specs, context, *[P()] * len(rest))
+    return local(on_device, in_specs=in_specs, out_specs=(rows, P()))(x, state, shared, *rest)
+
+
+def own_part(
+    run: Callable[..., Any], layers: nnx.List, split: int, x: Float[Array, "B S E"], shared: Context, *rest: Any
+) -> Any:
+    """`run(layers, x, shared, *rest)` inside an island whose arrays lie as `part_specs` says.
+
+    Args:
+        run: as for `layers_on_parts`.
+        layers: around this device's part of their arrays.
+        split: `split_axis` of the whole batch.
+        x: the input, of this device's tokens.
+        shared: that all layers read.
+        rest: more arguments.
+    """
 
     def own_copy(keys: tuple[Any, ...], leaf: Any) -> Any:
         return leaf[0] if keys[-1] in _ADAPTER and leaf.ndim == 3 else leaf
 
-    def on_device(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
-        local_layers = nnx.merge(graphdef, _by_keys(own_copy, state))
-        for layer in local_layers:
-            _shrink(layer, devices, TensorTokens(split))
-        return run(local_layers, x, shared, *rest)
+    graphdef, variables = nnx.split(layers)
+    own = nnx.merge(graphdef, _by_keys(own_copy, nnx.to_pure_dict(variables)))
+    for layer in own:
+        _shrink(layer, devices_along(TENSOR), TensorTokens(split))
+    return run(own, x, shared, *rest)
 
-    rows = rows_split(x.shape[0])
-    specs = (_specs(state, axes), rows, context, *[P()] * len(rest))
-    return local(on_device, in_specs=specs, out_specs=(rows, P()))(state, x, shared, *rest)
+
+def part_specs(state: Any, axes: TensorAxes, rows: int, *, stacked: bool) -> tuple[P, Any, Context]:
+    """Where the layers' input, their arrays and what all layers read lie on devices that share the layers.
+
+    Args:
+        state: of the layers of one period, with weights as `held_apart` and adapters as `copied` makes them.
+        axes: of the model.
+        rows: of the whole batch.
+        stacked: whether the arrays lead with an axis over layers.
+    """
+    of_tokens = P(BATCH, CONTEXT)
+    context = Context(of_tokens, P(BATCH), P(), of_tokens, of_tokens)  # pyright: ignore
+    return rows_split(rows), _specs(state, axes, int(stacked)), context
 
 
 def _check_adapters(projection: Projection, devices: int) -> None:
@@ -196,18 +225,19 @@ def _check_adapters(projection: Projection, devices: int) -> None:
             raise ConfigError(f"parallel.tensor: expected 1 with {what} (on {name}), got {devices}")
 
 
-def _specs(state: Any, axes: TensorAxes) -> Any:
-    """Where the arrays of some layers lie along `tensor`."""
+def _specs(state: Any, axes: TensorAxes, lead: int) -> Any:
+    """Where the arrays of some layers lie along `tensor`, behind the axes that they lead with."""
 
     def of(keys: tuple[Any, ...], leaf: Any) -> Any:
         group, last = keys[1:3], keys[-1]  # after position
         by_rows, by_columns = group in axes.by_rows, group in axes.by_columns
         if last == "weight" and (by_rows or by_columns):
-            return as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
+            places = as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
+            return jax.tree.map(lambda place: P(*[None] * lead, *place), places, is_leaf=lambda one: isinstance(one, P))
         if last not in _ADAPTER:
             return P()
         copies, *places = _adapter_axes(keys, axes)
-        return P(*places) if leaf.ndim == len(places) else P(copies, *places)
+        return P(*[None] * lead, *([copies] if leaf.ndim > lead + len(places) else []), *places)
 
     return _by_keys(of, state)
 
@@ -236,6 +266,8 @@ def _count(axes: tuple[str, ...] | None) -> int:
 def _shrink(layer: Any, devices: int, tokens: Tokens) -> None:
     """Make a layer with a device's part of the arrays a layer of that size, which has a device's tokens."""
     mixer, mlp, device = layer.mixer, layer.mlp, lax.axis_index(TENSOR)
+    for projection in (*mixer.inner, *mlp.inner, *mixer.outer, *mlp.outer):
+        _check_adapters(projection, devices)
     if not isinstance(mixer, Attention):
         raise ConfigError(f"parallel.tensor: expected 1 with layers of {layer.block}, got {devices}")
     layer.tokens = tokens
