@@ -4,8 +4,10 @@ XLA cannot split a custom kernel over devices: it would gather the operands and 
 island each device calls the kernel on its own rows.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,17 +24,36 @@ TENSOR = "tensor"
 #: its own tokens that each device leads with an axis of one for.
 ROWS = P(BATCH, (CONTEXT, TENSOR))
 SHARES = P((*BATCH, CONTEXT, TENSOR))
+#: Kernels that read other devices' memory are lowered for these by number, and the ambient mesh may be abstract.
+_DEVICES: ContextVar[Mesh | None] = ContextVar("devices", default=None)
 
 
-def local(op: Callable[..., Any], in_specs: Any, out_specs: Any, *, mesh: Mesh | None = None) -> Callable[..., Any]:
+@contextlib.contextmanager
+def islands_on(mesh: Mesh) -> Iterator[None]:
+    """Trace islands for the devices of a mesh, which is ambient.
+
+    Args:
+        mesh: of devices, there or to be compiled for.
+    """
+    token = _DEVICES.set(mesh)
+    try:
+        yield
+    finally:
+        _DEVICES.reset(token)
+
+
+def knows_devices() -> bool:
+    """Whether the caller is traced for a mesh's devices by number, so that its kernels can read their memory."""
+    return _DEVICES.get() is not None
+
+
+def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Run an operation on each device's own part of its arguments.
 
     Args:
         op: arrays in, arrays out; differentiable if the island is to be.
         in_specs: a PartitionSpec for each argument (a prefix tree), in terms of the ambient mesh's axes.
         out_specs: a PartitionSpec for each result.
-        mesh: the ambient one, where the island has kernels that read other devices' memory: these are lowered for its
-            devices by number, and lowering may come when it is ambient no more. None: there are none.
 
     Returns:
         `op` itself where the ambient mesh (`jax.set_mesh`) has one device or none, or where the caller is already
@@ -46,7 +67,7 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any, *, mesh: Mesh |
         return P(*(on_axes(part, ambient) for part in spec))
 
     in_specs, out_specs = jax.tree.map(placed, (in_specs, out_specs), is_leaf=lambda s: isinstance(s, P))
-    return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(op, mesh=_DEVICES.get(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def several_devices() -> bool:

@@ -24,6 +24,7 @@ from fastjax.execution.tensor_parts import held_apart
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape, place, row_shardings
 from fastjax.parallel.checks import check_rows
+from fastjax.parallel.islands import islands_on
 from fastjax.training.placement import state_shardings, weight_shardings
 
 #: XLA's options for a step. Its Triton products hide sums from cuBLAS, which adds a rank product to a large product as
@@ -94,7 +95,8 @@ class OnMesh:
 
         def placed(state: Any, frozen: Any, batch: Batch) -> Any:
             places = self.shardings(state, frozen, batch)
-            results = function(*jax.tree.map(jax.lax.with_sharding_constraint, (state, frozen, batch), places))
+            with islands_on(mesh):
+                results = function(*jax.tree.map(jax.lax.with_sharding_constraint, (state, frozen, batch), places))
             result_places = jax.tree.map(lambda _: NamedSharding(mesh, P()), results)
             if updates:
                 result_places = places[0], result_places[1]

@@ -103,7 +103,7 @@ class StepGradient:
             shards = jax.tree.map(lambda place: place.spec, weight_shardings(frozen, config, self.mesh))
         places = (whole, parts, shards, P(None, BATCH), whole), (whole, whole, whole, parts)
         # An island: gradients are summed where they are sent, and not layer by layer beside the backward pass.
-        island = local(of_replica, *places, mesh=self.mesh)
+        island = local(of_replica, *places)
         return island(state._replace(feedback=None), state.feedback, frozen, batch, targets)
 
     def of_microbatch(

@@ -1,0 +1,110 @@
+"""An all-gather and a reduce-scatter along one axis of an array, in an island: the public functions.
+
+Implementations, in order of preference:
+
+- ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, jax 0.11, parts of 1 MiB or more.
+  Each device reads what it needs in the others' memory. It runs in the program's own order, and nothing beside it.
+- ``xla``: everything else; XLA's collectives.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.shard_gather import why_not_peers
+from pallas_kernels.token_exchange import mosaic_sm90
+
+#: A device's part from which reading it is faster than NCCL: smaller ones are latency alone, which NCCL has beside
+#: other kernels.
+_LEAST_BYTES = 1 << 20
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def all_tokens(
+    x: Float[Array, "..."], axis_name: str, axis: int, implementation: str | None = None
+) -> Float[Array, "..."]:
+    """The parts of all devices along a mesh axis, in order: [B, S, E] to D times as many rows or tokens.
+
+    Args:
+        x: a device's own, of 16 or 32 bits.
+        axis_name: of the mesh axis; the island is over all axes of the mesh.
+        axis: of x, along which the parts are joined.
+        implementation: None, "mosaic" or "xla".
+
+    Raises:
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    part = math.prod(x.shape[axis:])
+    chosen = REGISTRY.choose(implementation, direction="forward", part=part, size=x.size, dtype=x.dtype)
+    return REGISTRY[chosen].forward(x, axis_name, axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def own_sums(
+    x: Float[Array, "..."], axis_name: str, axis: int, implementation: str | None = None
+) -> Float[Array, "..."]:
+    """The sums over the devices along a mesh axis, of each one's own part; the way back from `all_tokens`.
+
+    Args:
+        x: a device's share of the sums, of all parts, of 16 or 32 bits; sums are made in float32 and rounded once.
+        axis_name: of the mesh axis; the island is over all axes of the mesh.
+        axis: of x, along which it is split.
+        implementation: None, "mosaic" or "xla".
+
+    Raises:
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    devices = lax.axis_size(axis_name)
+    part = math.prod(x.shape[axis:]) // devices
+    chosen = REGISTRY.choose(implementation, direction="backward", part=part, size=x.size // devices, dtype=x.dtype)
+    return REGISTRY[chosen].backward(x, axis_name, axis)
+
+
+def _linear(function: Callable[..., Array], back: Callable[..., Array]) -> None:
+    def forward(x: Array, axis_name: str, axis: int, implementation: str | None) -> tuple[Array, None]:
+        return function(x, axis_name, axis, implementation), None
+
+    def backward(axis_name: str, axis: int, implementation: str | None, _: None, dy: Array) -> tuple[Array]:
+        return (back(dy, axis_name, axis, implementation),)
+
+    function.defvjp(forward, backward)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_linear(all_tokens, own_sums)
+_linear(own_sums, all_tokens)
+
+
+def _why_not_mosaic(device: Target, part: int, size: int, dtype: DTypeLike) -> str | None:
+    if reason := why_not_peers(device):
+        return reason
+    itemsize = jax.numpy.dtype(dtype).itemsize
+    if itemsize not in (2, 4):
+        return f"it serves 16 and 32 bits, this is {dtype}"
+    if size * itemsize < _LEAST_BYTES or not mosaic_sm90.suits(part, itemsize):
+        least, pieces = _LEAST_BYTES, mosaic_sm90.LEAST_BYTES
+        return f"a device's part has {least} bytes or more in whole pieces of {pieces}, this is {dtype} [{size}]"
+    return None
+
+
+def _gather(x: Array, axis_name: str, axis: int) -> Array:
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+def _scatter(x: Array, axis_name: str, axis: int) -> Array:
+    return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
+
+
+#: forward(own part, axis_name, axis) -> all parts; backward(shares of all, axis_name, axis) -> own sums
+REGISTRY = Registry(
+    "token_exchange",
+    {
+        "mosaic": Implementation(mosaic_sm90.gather, mosaic_sm90.scatter, why_not=_why_not_mosaic),
+        "xla": Implementation(_gather, _scatter),
+    },
+)

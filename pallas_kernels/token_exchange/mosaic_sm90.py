@@ -1,0 +1,171 @@
+"""Parts and shares read from the other devices' memory.
+
+XLA lets the devices meet before such a kernel, so what each reads is there. As many thread blocks as fit run through
+the tiles; one that is done says so to its like on the other devices, and ends when these have: nobody's memory is
+given back while it is read. A warpgroup reads a tile of each device at once, this one's first, through registers.
+
+NCCL moves 160 to 210 GB/s of such sizes between two H200s, and reading is twice as fast; but NCCL runs beside
+products, and this does not.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels import compat
+
+#: What a thread copies at once, and a warpgroup.
+_VECTOR_BYTES = 16
+LEAST_BYTES = 128 * _VECTOR_BYTES
+#: Of a tile, at most.
+_TILE_BYTES = 4 * LEAST_BYTES
+#: All run at once, beside NCCL's on a Hopper GPU's 132 multiprocessors: one that waits for another device's would hold
+#: that one's place.
+_BLOCKS = 264
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("axis_name", "axis", "interpret"))
+def gather(x: Array, axis_name: str, axis: int, interpret: Any = None) -> Array:
+    """`api.all_tokens`.
+
+    Args:
+        x: a device's own part.
+        axis_name: of the mesh axis.
+        axis: along which parts are joined.
+        interpret: parameters of Mosaic's interpreter, for which x leads with an axis of the devices, and the last one
+            gathers; None compiles.
+    """
+    interpreted = interpret is not None
+    count, shape = (len(x), x.shape[1:]) if interpreted else (lax.axis_size(axis_name), x.shape)
+    rows, size = math.prod(shape[:axis]), math.prod(shape[axis:])
+    view = x.reshape(*x.shape[:interpreted], rows, size)
+    out = jax.ShapeDtypeStruct((rows, count, size), x.dtype)
+    whole = _exchange(_gather_tile, view, out, count, axis_name, interpret)
+    return whole.reshape(*shape[:axis], count * shape[axis], *shape[axis + 1 :])
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name", "axis", "interpret"))
+def scatter(x: Array, axis_name: str, axis: int, interpret: Any = None) -> Array:
+    """`api.own_sums`.
+
+    Args:
+        x: a device's share of all sums.
+        axis_name: of the mesh axis.
+        axis: along which they are split.
+        interpret: as for `gather`.
+    """
+    interpreted = interpret is not None
+    count, shape = (len(x), x.shape[1:]) if interpreted else (lax.axis_size(axis_name), x.shape)
+    rows, size = math.prod(shape[:axis]), math.prod(shape[axis:]) // count
+    view = x.reshape(*x.shape[:interpreted], rows, count, size)
+    out = jax.ShapeDtypeStruct((rows, size), x.dtype)
+    sums = _exchange(_scatter_tile, view, out, count, axis_name, interpret)
+    return sums.reshape(*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+
+
+def _exchange(move: Any, view: Array, out: Any, count: int, axis_name: str, interpret: Any) -> Array:
+    """A kernel that moves each tile of each row once."""
+    length = _tile(out.shape[-1], out.dtype.itemsize)
+    tiles = out.shape[0] * (out.shape[-1] // length)
+    blocks = min(_BLOCKS, tiles)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            move=move,
+            count=count,
+            length=length,
+            tiles=tiles,
+            blocks=blocks,
+            axis_name=axis_name,
+            interpreted=interpret is not None,
+        ),
+        out_type=out,
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[] if interpret is not None else [plgpu.SemaphoreType.REGULAR],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name=move.__name__.strip("_").replace("tile", "tokens"),
+        interpret=interpret,
+    )
+    return kernel(view)
+
+
+def _kernel(
+    x_ref,
+    out_ref,
+    *done,
+    move: Any,
+    count: int,
+    length: int,
+    tiles: int,
+    blocks: int,
+    axis_name: str,
+    interpreted: bool,
+):
+    block, device = lax.axis_index("block"), jnp.int32(count - 1) if interpreted else lax.axis_index(axis_name)
+    places = [lax.rem(device + step, jnp.int32(count)) for step in range(count)]
+    parts = out_ref.shape[-1] // length
+
+    def part_of(place: Any, *where: Any) -> Array:
+        """A tile of the argument as a device has it."""
+        there = compat.peer_ref(x_ref, axis_name, place, interpreted=interpreted).at[where]
+        return there[...] if interpreted else compat.mosaic_load(there, _layout(x_ref.dtype.itemsize))
+
+    @pl.loop(0, pl.cdiv(tiles, blocks))
+    def _(turn):
+        tile = turn * blocks + block
+
+        @pl.when(tile < tiles)
+        def _():
+            row, start = lax.div(tile, jnp.int32(parts)), lax.rem(tile, jnp.int32(parts)) * length
+            move(part_of, out_ref, places, row, pl.ds(start, length))
+
+    for semaphore in done:
+        for place in places[1:]:
+            device_id: Any = {axis_name: place}
+            pl.semaphore_signal(semaphore, device_id=device_id)
+        pl.semaphore_wait(semaphore, count - 1, decrement=False)
+
+
+def _gather_tile(part_of: Any, out_ref: Any, places: Any, row: Any, part: Any) -> None:
+    for place, tile in [(place, part_of(place, row, part)) for place in places]:
+        out_ref[row, place, part] = tile
+
+
+def _scatter_tile(part_of: Any, out_ref: Any, places: Any, row: Any, part: Any) -> None:
+    first, *others = [part_of(place, row, places[0], part) for place in places]
+    total = first.astype(jnp.float32)
+    for share in others:
+        total += share.astype(jnp.float32)
+    out_ref[row, part] = total.astype(out_ref.dtype)
+
+
+def _tile(size: int, itemsize: int) -> int:
+    """Elements of a tile: the most that divide a part."""
+    whole = size * itemsize
+    return next(tile for tile in (_TILE_BYTES, _TILE_BYTES // 2, LEAST_BYTES) if whole % tile == 0) // itemsize
+
+
+def _layout(itemsize: int):
+    """A tile in registers: lanes, then warps have 16 bytes after another."""
+    vector = _VECTOR_BYTES // itemsize
+    tiling = plgpu.Tiling(((128 * vector,), (32 * vector,), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def suits(part: int, itemsize: int) -> bool:
+    """Whether a device's part of a row has whole pieces of `LEAST_BYTES`.
+
+    Args:
+        part: its elements.
+        itemsize: bytes of an element.
+    """
+    return part * itemsize % LEAST_BYTES == 0
