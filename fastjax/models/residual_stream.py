@@ -13,6 +13,7 @@ from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.quantization.weights import as_weight
+from fastjax.residuals import name_residual
 
 
 class Stream(nnx.Module):
@@ -38,9 +39,16 @@ class Stream(nnx.Module):
         """Whether the output is added as it is."""
         return self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
-    def normed(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
-        """The residual stream, to be read in its place; the part's input."""
-        return (x, x) if self.before is None else self.before.beside(x)
+    def normed(
+        self, x: Float[Array, "B S E"], rstd_name: str = "rstd"
+    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
+        """The residual stream, to be read in its place; the part's input.
+
+        Args:
+            x: the residual stream.
+            rstd_name: as of `rms_norm_in_stream`.
+        """
+        return (x, x) if self.before is None else self.before.beside(x, rstd_name)
 
     def read(
         self, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
@@ -56,8 +64,8 @@ class Stream(nnx.Module):
         """
         norm = self.before
         if self.tokens.shared:
-            x, normed = self.normed(x)
-            return x, self.tokens.all_of(normed), None
+            x, normed = self.normed(x, "gathered")
+            return x, name_residual(self.tokens.all_of(normed), "gathered"), None
         if norm is None or projection is None or not projection.adapters:
             return *self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
