@@ -28,7 +28,7 @@ class Block(Protocol):
     """One period of a stack's layers, a pure function."""
 
     def __call__(
-        self, x: Float[Array, "B S E"], arrays: Any, whole: Any, shared: Any, first: Int[Array, ""], *states: Any
+        self, x: Float[Array, "B S E"], arrays: Any, whole: Any, shared: Any, first: Int[Array, ""], /, *states: Any
     ) -> tuple[Any, ...]:
         """The output, the states after it, and the layers' sums.
 

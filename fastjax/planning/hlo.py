@@ -3,7 +3,8 @@
 A kernel is an instruction that runs by itself: a fusion, a library's or a Pallas kernel, a copy. What it reads of an
 operand that it takes a slice of (a layer's weights out of the stack) is the slice, and of a result that it updates in
 place the part that it writes. Kernels of a loop count as often as the loop runs. Kernels that read other devices'
-memory (`pallas_kernels.shard_gather`) take stacks of all layers and read one of each, from all devices.
+memory take stacks of all layers and read one of each, from all devices (`pallas_kernels.shard_gather`), or one array
+(`pallas_kernels.token_exchange`).
 """
 
 import functools
@@ -21,9 +22,10 @@ _ENDS = ("-done", "-update")  # of what began in an earlier instruction
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)")
 _FLOAT8 = "__cublas$lt$matmul$f8"
-#: Kernels that read other devices' memory: the one that copies what it reads, and the one that decodes it.
-_COPIES, _DECODES = "shard_gather", "nf4_dequantize_shared"
-_SHARED = re.compile(rf'op_name="[^"]*/({_COPIES}|{_DECODES})/')
+#: Kernels that read other devices' memory: the one that copies what it reads of stacks, the one that decodes it; of an
+#: array the one that joins the devices' parts, and the one that adds what they have for one device.
+_COPIES, _DECODES, _JOINS, _ADDS = "shard_gather", "nf4_dequantize_shared", "gather_tokens", "scatter_tokens"
+_SHARED = re.compile(rf'op_name="[^"]*/({_COPIES}|{_DECODES}|{_JOINS}|{_ADDS})/')
 #: Behind the type of an array in the host's memory.
 IN_HOST = "{S(5)}"
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
@@ -78,7 +80,7 @@ class SharedReads(NamedTuple):
     """The reads of a kernel that reads other devices' memory.
 
     Attributes:
-        whole: bytes of the layer's arrays, of all devices.
+        whole: bytes of the arrays, of a layer where they are of all, and of all devices.
         devices: that share them.
         own: bytes of its other operands and of its results.
     """
@@ -128,6 +130,10 @@ def shared_reads(one: Instruction) -> SharedReads | None:
         return None
     layouts = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", one.rest)
     assert layouts is not None, f"{one.name} is a library's call without layouts"
+    if name[1] in (_JOINS, _ADDS):
+        taken, made = (re.findall(r"\w+\[[\d,]*\]", text)[0] for text in (layouts[1], one.shape))
+        whole = made if name[1] == _JOINS else taken  # [rows, devices, …]
+        return SharedReads(size(whole), _dims(whole)[1], size(made))
     _, first, *rest = re.findall(r"\w+\[[\d,]*\]", layouts[1])  # behind the layer's index
     if name[1] == _COPIES:  # results are [devices, a layer's shard]
         devices = _dims(one.shape)[0]

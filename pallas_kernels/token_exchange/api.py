@@ -9,9 +9,10 @@ Implementations, in order of preference:
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -66,14 +67,14 @@ def own_sums(
     return REGISTRY[chosen].backward(x, axis_name, axis)
 
 
-def _linear(function: Callable[..., Array], back: Callable[..., Array]) -> None:
+def _linear(function: Any, back: Any) -> None:
     def forward(x: Array, axis_name: str, axis: int, implementation: str | None) -> tuple[Array, None]:
         return function(x, axis_name, axis, implementation), None
 
     def backward(axis_name: str, axis: int, implementation: str | None, _: None, dy: Array) -> tuple[Array]:
         return (back(dy, axis_name, axis, implementation),)
 
-    function.defvjp(forward, backward)  # pyright: ignore[reportFunctionMemberAccess]
+    function.defvjp(forward, backward)
 
 
 _linear(all_tokens, own_sums)
@@ -83,7 +84,7 @@ _linear(own_sums, all_tokens)
 def _why_not_mosaic(device: Target, part: int, size: int, dtype: DTypeLike) -> str | None:
     if reason := why_not_peers(device):
         return reason
-    itemsize = jax.numpy.dtype(dtype).itemsize
+    itemsize = jnp.dtype(dtype).itemsize
     if itemsize not in (2, 4):
         return f"it serves 16 and 32 bits, this is {dtype}"
     if size * itemsize < _LEAST_BYTES or not mosaic_sm90.suits(part, itemsize):

@@ -21,6 +21,7 @@ from pallas_kernels.rms_norm import lora as norm_lora
 from pallas_kernels.shard_gather import REGISTRY as gather
 from pallas_kernels.split_rope import REGISTRY as split_rope
 from pallas_kernels.split_rope.lora import REGISTRY as turn_lora
+from pallas_kernels.token_exchange import REGISTRY as exchange
 
 
 def test_target_without_an_abstract_device_is_the_backend():
@@ -197,6 +198,9 @@ def test_triton_serves_a_call_from_some_card_on(found):
         (DW, "triton", A100, {"rows": 0}, "no empty arrays"),
         (grouped_nf4, "triton", A100, {"shape": (256, 4096, 14336)}, "less than 2 GiB of codes"),
         (gather, "mosaic", H200, {"shape": (4, 30, 100), "dtype": jnp.uint8}, "2048 bytes or more, in sixteens"),
+        (exchange, "mosaic", H200, {"part": 4096, "size": 4096, "dtype": jnp.float32}, "has 1048576 bytes or more"),
+        (exchange, "mosaic", H200, {"part": 1000, "size": 1 << 20, "dtype": jnp.float32}, "in whole pieces of 2048"),
+        (exchange, "mosaic", H200, {"part": 1 << 21, "size": 1 << 21, "dtype": jnp.uint8}, "serves 16 and 32 bits"),
         (DEQUANTIZE, "mosaic", H200, {}, None),
         (DEQUANTIZE, "mosaic", B200, {}, "compute capability 9.0"),
         (DEQUANTIZE, "triton", UNKNOWN, {}, "compute capability 8.0 or more"),

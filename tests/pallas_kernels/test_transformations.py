@@ -23,6 +23,8 @@ NO_OPERATIONS = {
     "attention.ring_attention",
     "shard_gather.gather",
     "shard_gather.whole",
+    "token_exchange.all_tokens",
+    "token_exchange.own_sums",
 }
 REFUSED_EMPTY = {"attention.attention": "nowhere empty", "nf4.quantize_absmax": "at least one"}
 

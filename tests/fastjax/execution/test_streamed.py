@@ -157,13 +157,14 @@ def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, 
     assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_every_place_in_the_loops_rooms_is_written(monkeypatch, request, tmp_path, devices):
-    """Rooms of NaN change nothing: on one device, and on each of several that share nothing but the batch."""
-    adapted = tiny.adapted(tiny.model(tmp_path, tiny.config(**LLAMA), load_in_4bit=True))
-    batch, options = tiny.batches(tiny.config(**LLAMA), 1)[0], {}
-    if devices > 1:
-        options = {"mesh": make_mesh(data=devices), "sum_once": True}
+@pytest.mark.parametrize("axis", [None, "data", "fsdp", "tensor"])
+def test_every_place_in_the_loops_rooms_is_written(monkeypatch, request, tmp_path, axis):
+    """Rooms of NaN change nothing: on one device, and on each of several that share the batch, weights or layers."""
+    config = tiny.config(**LLAMA | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 128})
+    adapted = tiny.adapted(tiny.model(tmp_path, config, load_in_4bit=True))
+    batch, options = tiny.batches(config, 1)[0], {}
+    if axis is not None:
+        options = {"mesh": make_mesh(**{axis: 2}), "sum_once": axis != "tensor"}
     expected, other = steps.gradients(adapted, batch, **options)
     rooms = []
 
@@ -176,7 +177,7 @@ def test_every_place_in_the_loops_rooms_is_written(monkeypatch, request, tmp_pat
         again()
         request.addfinalizer(again)  # nobody is given a program with such rooms
     metrics, found = steps.gradients(adapted, batch, **options)
-    assert (4, 2 // devices, 40, 64) in rooms, "of the layers' inputs"
+    assert (4, 2 if axis is None else 1, 40, 128) in rooms, "of the layers' inputs"
     assert metrics["loss"] == expected["loss"]
     steps.assert_same(found, other)
 

@@ -25,6 +25,7 @@ from fastjax.runs.steps import sums_once
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
 from fastjax.training.step import init_state, make_train_step
+from pallas_kernels.compat import JAX_VERSION
 from tests.support.aot import QUICK_CODE, needs_cuda_plugin, target_config
 
 CONFIG = {
@@ -218,15 +219,21 @@ def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_
         for shapes, kind, name in re.findall(rf'{COLLECTIVE.pattern}.*op_name="([^"]*)"', text)
         if "jvp(layers)/while/body" in name and "transpose" not in name
     ]
-    # Of four rows two whole ones, which lie one after another as they come; halves of four would be put in order. Rank
-    # products are scattered along with the large ones.
-    tokens = [kind for kind, shapes in forward if "[4,256,512]" in shapes or "[2,256,512]" in shapes]
-    assert collections.Counter(tokens) == {"all-gather": 2, "reduce-scatter": 2}, forward
+    # Of four rows two whole ones, which lie one after another as they come; halves of four would be put in order.
+    if JAX_VERSION >= (0, 11):
+        read = re.findall(r"= \((f32\[[\d,]+\]).* custom-call\(.*jvp\(layers\)/.*/(gather|scatter)_tokens/", text)
+        read = collections.Counter(one for one in read if one[0].startswith("f32[1,"))
+        assert read[f"f32[1,2,{2 * 256 * 512}]", "gather"] == read[f"f32[1,{2 * 256 * 512}]", "scatter"] == 2, read
+        assert [shapes for kind, shapes in forward if kind == "reduce-scatter" and "[2,256,512]" in shapes] == []
+    else:  # rank products are scattered along with the large ones
+        tokens = [kind for kind, shapes in forward if "[4,256,512]" in shapes or "[2,256,512]" in shapes]
+        assert collections.Counter(tokens) == {"all-gather": 2, "reduce-scatter": 2}, forward
     assert not any("[4,128,512]" in shapes for _, shapes in forward), forward
     # Besides these fsdp alone gathers, in one piece, what the device has of the layer's codes: rows of q, k, v, gate
     # and up, columns of o and down.
     (codes,) = [shapes for _, shapes in forward if "u8[" in shapes]
-    assert len(forward) == 5, forward
+    # Rank products beside tokens that are read.
+    assert len(forward) == (3 if JAX_VERSION >= (0, 11) else 5), forward
     # The adapters' gradients are summed behind the loop.
     sums, behind = (
         [shapes for kind, shapes in collectives(part) if kind == "all-reduce"]

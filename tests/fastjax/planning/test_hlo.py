@@ -113,3 +113,18 @@ ENTRY %main (layer: s32[1], codes: u8[8,64,32], absmax: f32[128], scales: f32[8,
     expected = read.sent / (READ_SHARE * 450e9) - read.moved / (BANDWIDTH_SHARE * 4.8e12)
     assert link_seconds([read], CARDS["h200"]) == pytest.approx(expected) and expected > 0
     assert link_seconds([read._replace(sent=read.moved / 16)], CARDS["h200"]) == 0, "the kernels take longer anyway"
+
+
+def test_kernels_that_exchange_tokens_read_as_much_as_they_join_or_add():
+    """Two rows of 512 on each of four devices."""
+    calls = """
+ENTRY %main (own: f32[2,512], shares: f32[2,4,512]) -> (f32[2,512], s32[8]) {
+  %own = f32[2,512]{1,0} parameter(0)
+  %joined = (f32[2,4,512]{2,1,0}, s32[8]{0}) custom-call(%own, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,512]{1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(gather)/gather_tokens/mpmd_map"}
+  ROOT %added = (f32[2,512]{1,0}, s32[8]{0}) custom-call(%shares, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,4,512]{2,1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(scatter)/scatter_tokens/mpmd_map"}
+}
+"""  # noqa: E501
+    own = 4 * 2 * 512
+    joined, added = kernels(calls)
+    assert (joined.moved, added.moved) == (8 * own, 5 * own)
+    assert collectives(calls, 4) == [Collective(READ, 2, 2 * 3 * own, 13 * own)]

@@ -1,0 +1,47 @@
+"""Compiled for four H200s that are not there: large parts by the kernel, without spills, small ones by XLA."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.token_exchange import all_tokens, own_sums
+from tests.support import resources
+from tests.support.aot import AOT, needs_cuda_plugin
+
+pytestmark = [
+    pytest.mark.aot,
+    needs_cuda_plugin,
+    pytest.mark.newer_jax("jax 0.10 has collectives"),
+]
+
+
+@functools.cache
+def four():
+    return AOT("h200", gpus=4)
+
+
+def both(x):
+    return own_sums(all_tokens(x, "x", 0), "x", 0)
+
+
+def island(tokens, dtype):
+    local = jax.shard_map(both, mesh=four().mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return local, four().spec((4, tokens, 4096), dtype, P("x"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_kernels_do_not_spill(dtype, tmp_path, monkeypatch):
+    used = resources.of_mosaic(four(), *island(2048, dtype), folder=tmp_path, monkeypatch=monkeypatch)
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert used.registers <= 128, "264 thread blocks run at once beside NCCL's"
+
+
+@pytest.mark.parametrize(("tokens", "kernels", "collectives"), [(2048, 2, 0), (16, 0, 2)])
+def test_small_parts_are_left_to_collectives(tokens, kernels, collectives):
+    text = four().compile(*island(tokens, jnp.bfloat16)).as_text()
+    assert len(re.findall(r"custom_call_target=\"mosaic_gpu_v2\"", text)) == kernels
+    assert len(re.findall(r" (?:all-gather|reduce-scatter)(?:-start)?\(", text)) == collectives
