@@ -10,8 +10,7 @@ from typing import NamedTuple
 from fastjax.errors import ConfigError
 from fastjax.residuals import ATTENDED, HEADS, LAYER_INPUT, SAVED
 
-#: Tokens of a row from which fetching the attention's results is faster than making them again: measured and estimated
-#: in docs/memory.md ("What a run does by itself").
+#: Tokens of a row from which `offload` holds less on the device than `offload_attention`.
 LONG_ROW = 8192
 
 
@@ -21,14 +20,13 @@ class Policy(NamedTuple):
     Attributes:
         kept: on the device, beside the layer's input unless this is offloaded.
         offloaded: in pinned host memory.
-        speed: place among the policies, the fastest first: in rows of any length where copies to the host are not
-            hidden; where they are, in rows shorter than `LONG_ROW` and in others.
+        speed: place among the policies, the fastest first: where copies to the host are not hidden, and where they are.
         memory: place by what a step holds on the device, the most first: in rows shorter than `LONG_ROW`, in others.
     """
 
     kept: tuple[str, ...]
     offloaded: tuple[str, ...]
-    speed: tuple[int, int, int]
+    speed: tuple[int, int]
     memory: tuple[int, int]
 
 
@@ -37,13 +35,13 @@ class Policy(NamedTuple):
 #: docs/lab/step.md).
 POLICIES: Mapping[str, Policy | None] = {
     "none": None,
-    "projections": Policy(SAVED, (), (1, 1, 1), (1, 1)),
-    "attention": Policy(("attention_out", "attention_lse", "lora"), (), (2, 2, 2), (2, 2)),
-    "full": Policy((), (), (3, 4, 5), (3, 3)),
-    "offload": Policy((), (LAYER_INPUT,), (4, 6, 6), (5, 6)),
-    "offload_attention": Policy(("attention_lse", "lora"), (LAYER_INPUT, "attention_out"), (5, 5, 4), (5, 5)),
+    "projections": Policy(SAVED, (), (1, 1), (1, 1)),
+    "attention": Policy(("attention_out", "attention_lse", "lora"), (), (2, 2), (2, 2)),
+    "full": Policy((), (), (3, 5), (3, 3)),
+    "offload": Policy((), (LAYER_INPUT,), (4, 6), (5, 6)),
+    "offload_attention": Policy(("attention_lse", "lora"), (LAYER_INPUT, "attention_out"), (5, 4), (5, 5)),
     "offload_projections": Policy(
-        ("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED), (6, 3, 3), (4, 4)
+        ("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED), (6, 3), (4, 4)
     ),
 }
 
@@ -89,15 +87,13 @@ def offloads(remat: str) -> bool:
     return policy is not None and bool(policy.offloaded)
 
 
-def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
+def candidates(*, hidden: bool) -> tuple[str, ...]:
     """The policies to choose from, the fastest first.
 
     Args:
-        row: tokens of a row.
         hidden: whether copies to and from the host run beside products, as in scanned layers on one device.
     """
-    column = 0 if not hidden else 1 if row < LONG_ROW else 2
-    places = {name: policy.speed[column] for name, policy in POLICIES.items() if policy is not None}
+    places = {name: policy.speed[hidden] for name, policy in POLICIES.items() if policy is not None}
     return tuple(sorted(places, key=places.__getitem__))
 
 

@@ -23,7 +23,7 @@ def run_candidates(config: TrainConfig, shape: MeshShape) -> tuple[str, ...]:
         shape: of the mesh.
     """
     hidden = shape.size == 1 and config.model.scans
-    return candidates(config.model.max_seq_length, hidden=hidden)
+    return candidates(hidden=hidden)
 
 
 def less_memory(

@@ -21,7 +21,7 @@ from fastjax.runs.steps import RunShapes
 from tests.support import chat
 from tests.support.runs import config, rows
 
-ORDER = candidates(48, hidden=True)
+ORDER = candidates(hidden=True)
 
 
 @pytest.fixture(scope="module")
