@@ -13,15 +13,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from convert.model.config import ModelConfig
 from fastjax.execution.chunks import Chunk, chunk_size, feed_by_chunks
 from fastjax.execution.loop import Block, StackBlock
 from fastjax.execution.policies import offloads
 from fastjax.execution.streamed import has_streamed
 from fastjax.execution.tensor_parts import (
     TensorAxes,
+    are_apart,
     copied,
-    held_apart,
     layers_on_parts,
     own_part,
     part_specs,
@@ -85,7 +84,7 @@ def stack_blocks(
         )
         looped = stack.count > 1 and not offloads(policy) and not has_streamed(arrays)
         if shared is not None:
-            whole = looped and devices_along("fsdp") == 1 and _are_apart(arrays, model.config)
+            whole = looped and devices_along("fsdp") == 1 and are_apart(layers)
             arrays = copied(arrays, shared, stacked=stack.count > 1)
             specs = part_specs(arrays, shared, x.shape[0], stacked=True) if whole else None
             blocks.append(StackBlock(block_of(graphdef, how), arrays, specs=specs))
@@ -96,12 +95,6 @@ def stack_blocks(
         else:
             blocks.append(StackBlock(block_of(graphdef, how), arrays))
     return blocks
-
-
-def _are_apart(arrays: Any, config: ModelConfig) -> bool:
-    """Whether the weights of a stack lie as devices along `tensor` split them: those that are frozen do."""
-    apart = held_apart({"layers": {0: arrays}}, config, devices_along(TENSOR))["layers"][0]
-    return jax.tree.structure(apart) == jax.tree.structure(arrays)
 
 
 def _block_of(run: Pass, graphdef: nnx.GraphDef, how: Transforms) -> Block:

@@ -51,7 +51,7 @@ class StackBlock(NamedTuple):
         arrays: the layers' own, which lead with the count where the stack repeats.
         whole: arrays of all layers out of which a layer takes its own where they lie; constants for the gradient.
         specs: of an island in which each device runs the whole loop: of the input, the arrays and what all layers
-            read; None: the caller is in one, or there is none.
+            read; None: the caller is in one, or each block makes its own, or there is none.
     """
 
     block: Block

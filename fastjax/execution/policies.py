@@ -10,9 +10,6 @@ from typing import NamedTuple
 from fastjax.errors import ConfigError
 from fastjax.residuals import ATTENDED, HEADS, LAYER_INPUT, SAVED
 
-#: Tokens of a row from which `offload` holds less on the device than `offload_attention`.
-LONG_ROW = 8192
-
 
 class Policy(NamedTuple):
     """The named values of a layer that are kept for its backward pass, and where the policy stands among the others.
@@ -21,13 +18,13 @@ class Policy(NamedTuple):
         kept: on the device, beside the layer's input unless this is offloaded.
         offloaded: in pinned host memory.
         speed: place among the policies, the fastest first: where copies to the host are not hidden, and where they are.
-        memory: place by what a step holds on the device, the most first: in rows shorter than `LONG_ROW`, in others.
+        memory: place by what a step holds on the device, the most first.
     """
 
     kept: tuple[str, ...]
     offloaded: tuple[str, ...]
     speed: tuple[int, int]
-    memory: tuple[int, int]
+    memory: int
 
 
 #: By name, as measured (docs/memory.md). "none" leaves the choice to JAX, which keeps everything but weights gathered
@@ -35,13 +32,13 @@ class Policy(NamedTuple):
 #: docs/lab/step.md).
 POLICIES: Mapping[str, Policy | None] = {
     "none": None,
-    "projections": Policy(SAVED, (), (1, 1), (1, 1)),
-    "attention": Policy(("attention_out", "attention_lse", "lora"), (), (2, 2), (2, 2)),
-    "full": Policy((), (), (3, 5), (3, 3)),
-    "offload": Policy((), (LAYER_INPUT,), (4, 6), (5, 6)),
-    "offload_attention": Policy(("attention_lse", "lora"), (LAYER_INPUT, "attention_out"), (5, 4), (5, 5)),
+    "projections": Policy(SAVED, (), (1, 1), 1),
+    "attention": Policy(("attention_out", "attention_lse", "lora"), (), (2, 2), 2),
+    "full": Policy((), (), (3, 5), 3),
+    "offload": Policy((), (LAYER_INPUT,), (4, 6), 6),
+    "offload_attention": Policy(("attention_lse", "lora"), (LAYER_INPUT, "attention_out"), (5, 4), 5),
     "offload_projections": Policy(
-        ("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED), (6, 3), (4, 4)
+        ("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED), (6, 3), 4
     ),
 }
 
@@ -97,23 +94,21 @@ def candidates(*, hidden: bool) -> tuple[str, ...]:
     return tuple(sorted(places, key=places.__getitem__))
 
 
-def memory_rank(policy: str, row: int) -> int:
+def memory_rank(policy: str) -> int:
     """The place of a policy by what a step holds on the device, the most first.
 
     Args:
         policy: as `policy_of` takes it; of "NAME:k" that of NAME.
-        row: tokens of a row.
     """
     setting = POLICIES[policy.partition(":")[0]]
-    return 0 if setting is None else setting.memory[row >= LONG_ROW]
+    return 0 if setting is None else setting.memory
 
 
-def holds_more(policy: str, other: str, row: int) -> bool:
+def holds_more(policy: str, other: str) -> bool:
     """Whether a step holds more on the device with a policy than with another one.
 
     Args:
         policy: its name, as `policy_of` takes it.
         other: that of the other one.
-        row: tokens of a row.
     """
-    return memory_rank(policy, row) < memory_rank(other, row)
+    return memory_rank(policy) < memory_rank(other)

@@ -13,7 +13,7 @@ is split as its weight is, and the other is whole. Each device reads a copy of i
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -153,13 +153,9 @@ def layers_on_parts(
         shared: that all layers read.
         rest: more arguments, the same on all devices.
     """
-    devices, split = devices_along(TENSOR), split_axis(x.shape[0])
-    for layer in layers:
-        inner = (*layer.mixer.inner, *layer.mlp.inner)
-        for projection in (*inner, *layer.mixer.outer, *layer.mlp.outer):
-            sizes = tuple(rows for _, rows in projection.parts)
-            columns = 1 if projection in inner else devices
-            projection.weight.set_value(_apart(projection.weight.get_value(), sizes, columns))
+    split = split_axis(x.shape[0])
+    for projection, sizes, columns in _cuts(layers):
+        projection.weight.set_value(_apart(projection.weight.get_value(), sizes, columns))
     graphdef, variables = nnx.split(layers)
     state = nnx.to_pure_dict(variables)
 
@@ -169,6 +165,24 @@ def layers_on_parts(
     rows, specs, context = part_specs(state, axes, x.shape[0], stacked=False)
     in_specs = (rows, specs, context, *[P()] * len(rest))
     return local(on_device, in_specs=in_specs, out_specs=(rows, P()))(x, state, shared, *rest)
+
+
+def are_apart(layers: nnx.List) -> bool:
+    """Whether the weights of layers lie as devices along `tensor` split them: those that are frozen do.
+
+    Args:
+        layers: of a stack or not.
+    """
+    return all(_is_apart(projection.weight.get_value(), sizes, columns) for projection, sizes, columns in _cuts(layers))
+
+
+def _cuts(layers: nnx.List) -> Iterator[tuple[Projection, tuple[int, ...], int]]:
+    """The projections of layers with the rows of their parts, and the parts into which columns are to be split."""
+    for layer in layers:
+        inner = (*layer.mixer.inner, *layer.mlp.inner)
+        for projection in (*inner, *layer.mixer.outer, *layer.mlp.outer):
+            columns = 1 if projection in inner else devices_along(TENSOR)
+            yield projection, tuple(rows for _, rows in projection.parts), columns
 
 
 def own_part(
@@ -300,6 +314,12 @@ def _own_rows(array: Array, sizes: Sequence[int], devices: int, device: Array) -
     return jnp.concatenate([lax.dynamic_slice_in_dim(array, *bounds) for bounds in zip(starts, counts, strict=True)])
 
 
+def _is_apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> bool:
+    """Whether a weight is one a part, in a form that splits."""
+    pieces = list(map(as_weight, weight.weights if isinstance(weight, MixedWeight) else (weight,)))
+    return tuple(piece.shape[0] for piece in pieces) == sizes and all(piece.splits(columns) for piece in pieces)
+
+
 def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLike:
     """A weight as one a part, in a form that splits.
 
@@ -308,10 +328,7 @@ def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLi
         sizes: rows of its parts.
         columns: parts into which its columns are to be split.
     """
-    pieces = weight.weights if isinstance(weight, MixedWeight) else (weight,)
-    if tuple(as_weight(piece).shape[0] for piece in pieces) == sizes and all(
-        as_weight(piece).splits(columns) for piece in pieces
-    ):
+    if _is_apart(weight, sizes, columns):
         return weight
     array = jax.tree.leaves(weight)[0]
     split = _rows_apart(weight, sizes, array.ndim > 2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +31,7 @@ _DEVICES: ContextVar[Mesh | None] = ContextVar("devices", default=None)
 
 @contextlib.contextmanager
 def islands_on(mesh: Mesh) -> Iterator[None]:
-    """Trace islands for the devices of a mesh, which is ambient.
+    """Trace islands for the devices of a mesh, which is the ambient one too.
 
     Args:
         mesh: of devices, there or to be compiled for.
@@ -43,8 +44,12 @@ def islands_on(mesh: Mesh) -> Iterator[None]:
 
 
 def knows_devices() -> bool:
-    """Whether the caller is traced for a mesh's devices by number, so that its kernels can read their memory."""
-    return _DEVICES.get() is not None
+    """Whether the caller is traced for a mesh's devices by number, so that its kernels can read their memory.
+
+    Mosaic takes devices in the order of their numbers alone.
+    """
+    mesh = _DEVICES.get()
+    return mesh is not None and np.array_equal(mesh.device_ids.ravel(), np.arange(mesh.size))
 
 
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -205,7 +205,7 @@ def _advice(message: str, step: RunStep) -> str:
         text += f", the largest arrays: {arrays}" if arrays else ""
     if step.advice is not None:
         return f"{text}. {step.advice()}"
-    settings = ["model.use_gradient_checkpointing: true"] if holds_more(step.policy, "full", 0) else []
+    settings = ["model.use_gradient_checkpointing: true"] if holds_more(step.policy, "full") else []
     return f"{text}. {way_out(settings)}"
 
 

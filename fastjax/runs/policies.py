@@ -79,16 +79,15 @@ def _below(
     """The fastest policy that holds less on the device than this one; None: there is none."""
     name, _, first = policy.partition(":")
     rest = policy_of(policy, int(first)) if first else name
-    row = config.model.max_seq_length
-    more, least = sorted((name, rest), key=lambda one: memory_rank(one, row))
+    more, least = sorted((name, rest), key=memory_rank)
 
     def suits(other: str) -> bool:
-        if any(other == one or holds_more(other, one, row) for one in others):
+        if any(other == one or holds_more(other, one) for one in others):
             return False
         return _taken(lambda: compiler_options(with_checkpointing(model, other).graphdef))
 
-    less = [least] if holds_more(more, least, row) else []
-    less += [other for other in run_candidates(config, shape) if holds_more(least, other, row)]
+    less = [least] if holds_more(more, least) else []
+    less += [other for other in run_candidates(config, shape) if holds_more(least, other)]
     return next(filter(suits, less), None)
 
 

@@ -2,8 +2,9 @@
 
 Implementations, in order of preference:
 
-- ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, jax 0.11, parts of 1 MiB or more.
-  Each device reads what it needs in the others' memory. It runs in the program's own order, and nothing beside it.
+- ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, in the order of their numbers, jax 0.11; parts of
+  1 MiB or more, of each row whole pieces of 2 KiB. Each device reads what it needs in the others' memory. It runs in
+  the program's own order, and nothing beside it. Sums are made in float32 and rounded once.
 - ``xla``: everything else; XLA's collectives.
 """
 
@@ -17,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.dispatch import FLOATS, Implementation, Registry, Target
 from pallas_kernels.shard_gather import why_not_peers
 from pallas_kernels.token_exchange import mosaic_sm90
 
@@ -33,9 +34,9 @@ def all_tokens(
     """The parts of all devices along a mesh axis, in order: [B, S, E] to D times as many rows or tokens.
 
     Args:
-        x: a device's own, of 16 or 32 bits.
+        x: a device's own, bfloat16, float16 or float32.
         axis_name: of the mesh axis; the island is over all axes of the mesh.
-        axis: of x, along which the parts are joined.
+        axis: of x, along which the parts are joined, counted from its first.
         implementation: None, "mosaic" or "xla".
 
     Raises:
@@ -53,9 +54,9 @@ def own_sums(
     """The sums over the devices along a mesh axis, of each one's own part; the way back from `all_tokens`.
 
     Args:
-        x: a device's share of the sums, of all parts, of 16 or 32 bits; sums are made in float32 and rounded once.
+        x: a device's share of the sums, of all parts, bfloat16, float16 or float32.
         axis_name: of the mesh axis; the island is over all axes of the mesh.
-        axis: of x, along which it is split.
+        axis: of x, along which it is split, counted from its first.
         implementation: None, "mosaic" or "xla".
 
     Raises:
@@ -84,9 +85,9 @@ _linear(own_sums, all_tokens)
 def _why_not_mosaic(device: Target, part: int, size: int, dtype: DTypeLike) -> str | None:
     if reason := why_not_peers(device):
         return reason
+    if part >= 2**31:
+        return f"its offsets are of 32 bits, and a part of {part} numbers has more"
     itemsize = jnp.dtype(dtype).itemsize
-    if itemsize not in (2, 4):
-        return f"it serves 16 and 32 bits, this is {dtype}"
     if size * itemsize < _LEAST_BYTES or not mosaic_sm90.suits(part, itemsize):
         least, pieces = _LEAST_BYTES, mosaic_sm90.LEAST_BYTES
         return f"a device's part has {least} bytes or more in whole pieces of {pieces}, this is {dtype} [{size}]"
@@ -105,7 +106,7 @@ def _scatter(x: Array, axis_name: str, axis: int) -> Array:
 REGISTRY = Registry(
     "token_exchange",
     {
-        "mosaic": Implementation(mosaic_sm90.gather, mosaic_sm90.scatter, why_not=_why_not_mosaic),
+        "mosaic": Implementation(mosaic_sm90.gather, mosaic_sm90.scatter, dtypes=FLOATS, why_not=_why_not_mosaic),
         "xla": Implementation(_gather, _scatter),
     },
 )

@@ -1,8 +1,9 @@
 """Parts and shares read from the other devices' memory.
 
-XLA lets the devices meet before such a kernel, so what each reads is there. As many thread blocks as fit run through
-the tiles; one that is done says so to its like on the other devices, and ends when these have: nobody's memory is
-given back while it is read. A warpgroup reads a tile of each device at once, this one's first, through registers.
+XLA lets the devices meet before such a kernel, so what each reads is there. Two thread blocks a multiprocessor run
+through the tiles; one that is done says so to its like on the other devices, and ends when these have: nobody's memory
+is given back while it is read. As blocks begin in their order, the first one that has not ended has its like running. A
+warpgroup reads a tile of each device at once, this one's first, through registers.
 
 NCCL moves 160 to 210 GB/s of such sizes between two H200s, and reading is twice as fast; but NCCL runs beside
 products, and this does not.
@@ -19,16 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import compat
+from pallas_kernels import compat, dispatch
 
 #: What a thread copies at once, and a warpgroup.
 _VECTOR_BYTES = 16
 LEAST_BYTES = 128 * _VECTOR_BYTES
-#: Of a tile, at most.
+#: Of a tile, at most: of up to four devices, whose tiles are in registers at once.
 _TILE_BYTES = 4 * LEAST_BYTES
-#: All run at once, beside NCCL's on a Hopper GPU's 132 multiprocessors: one that waits for another device's would hold
-#: that one's place.
-_BLOCKS = 264
+#: Thread blocks a multiprocessor: there is room for twice as many, beside NCCL's.
+_BLOCKS = 2
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
@@ -73,9 +73,9 @@ def scatter(x: Array, axis_name: str, axis: int, interpret: Any = None) -> Array
 
 def _exchange(move: Any, view: Array, out: Any, count: int, axis_name: str, interpret: Any) -> Array:
     """A kernel that moves each tile of each row once."""
-    length = _tile(out.shape[-1], out.dtype.itemsize)
+    length = _tile(out.shape[-1], out.dtype.itemsize, count)
     tiles = out.shape[0] * (out.shape[-1] // length)
-    blocks = min(_BLOCKS, tiles)
+    blocks = min(_BLOCKS * dispatch.num_cores(), tiles)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
@@ -148,10 +148,10 @@ def _scatter_tile(part_of: Any, out_ref: Any, places: Any, row: Any, part: Any) 
     out_ref[row, part] = total.astype(out_ref.dtype)
 
 
-def _tile(size: int, itemsize: int) -> int:
+def _tile(size: int, itemsize: int, count: int) -> int:
     """Elements of a tile: the most that divide a part."""
-    whole = size * itemsize
-    return next(tile for tile in (_TILE_BYTES, _TILE_BYTES // 2, LEAST_BYTES) if whole % tile == 0) // itemsize
+    most = _TILE_BYTES if count <= 4 else _TILE_BYTES // 2
+    return next(tile for tile in (most, most // 2, LEAST_BYTES) if size * itemsize % tile == 0) // itemsize
 
 
 def _layout(itemsize: int):

@@ -109,6 +109,13 @@ def computation(text: str, line: str) -> str:
     return text[text.index(f"\n{name} (") :].partition("\n}")[0]
 
 
+def maker(text: str, name: str) -> str:
+    """The line of a program that makes an array, whatever its shape is called meanwhile."""
+    line = text[text.index(f"{name} = ") :].partition("\n")[0]
+    renamed = re.search(r" bitcast\((%[\w.\-]+)", line)
+    return maker(text, renamed[1]) if renamed else line
+
+
 def collectives(text: str) -> list[tuple[str, str]]:
     """(kind, result shapes) of every collective in a compiled program."""
     return [(kind, shapes) for shapes, kind in COLLECTIVE.findall(text)]
@@ -149,8 +156,7 @@ def test_fsdp_devices_that_sum_once_read_each_others_codes():
     gathered = [line for line in calls if "/shard_gather" in line]
     assert len(gathered) == 3
     for line in gathered + decodes:
-        index = re.search(r"custom-call\((%[\w.\-]+)", line)[1]
-        made = text[text.index(f"{index} = ") :].partition("\n")[0]
+        made = maker(text, re.search(r"custom-call\((%[\w.\-]+)", line)[1])
         assert "shift" in made or "shift-right-arithmetic(" in computation(text, made), made
 
 
@@ -225,6 +231,7 @@ def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_
         read = collections.Counter(one for one in read if one[0].startswith("f32[1,"))
         assert read[f"f32[1,2,{2 * 256 * 512}]", "gather"] == read[f"f32[1,{2 * 256 * 512}]", "scatter"] == 2, read
         assert [shapes for kind, shapes in forward if kind == "reduce-scatter" and "[2,256,512]" in shapes] == []
+        assert again(text) == (2, 2), "with the policy that keeps the layers' inputs alone"
     else:  # rank products are scattered along with the large ones
         tokens = [kind for kind, shapes in forward if "[4,256,512]" in shapes or "[2,256,512]" in shapes]
         assert collections.Counter(tokens) == {"all-gather": 2, "reduce-scatter": 2}, forward
@@ -242,6 +249,21 @@ def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_
     assert sums == behind, sums
     whole = {"256,256", "128,256", "512,128", "512,256"}
     assert {dims for dims in re.findall(r"u8\[([\d,]+)\]", codes)} & whole == whole, codes
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_jax("jax 0.10 has collectives")
+def test_what_heads_and_features_gather_is_kept_with_their_projections():
+    """With the rows' root mean squares: no norm runs again; the backward pass gathers gradients alone."""
+    text = compiled_step("scan", remat="projections", tensor=2).as_text()
+    assert again(text) == (0, 0) and len(re.findall(r'custom-call\(.*op_name="[^"]*/gather_tokens/', text)) == 4
+
+
+def again(text: str) -> tuple[int, int]:
+    """Gathers of tokens and norms that a program runs again for its backward pass."""
+    names = re.findall(r'custom-call\(.*op_name="([^"]*rematted_computation[^"]*)"', text)
+    return sum("/gather_tokens/" in name for name in names), sum("/rms_norm_forward/" in name for name in names)
 
 
 def test_tokens_travel_once_a_cpu_to_experts_that_stay():

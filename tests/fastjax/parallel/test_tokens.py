@@ -1,5 +1,6 @@
 """Rows' tokens, and layers' heads and features, on several devices: the same steps as on one."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,9 +12,11 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.execution import tensor_parts
 from fastjax.execution.tensor_parts import held_apart, tensor_axes
-from fastjax.parallel import make_mesh
+from fastjax.parallel import all_tokens, local, make_mesh, own_sums
+from fastjax.parallel.islands import islands_on
 from fastjax.quantization import as_weight, dequantize
 from fastjax.training.step import make_eval_step
+from pallas_kernels import token_exchange
 from tests.support import steps, tiny
 
 CHANGES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "tie_word_embeddings": False}
@@ -100,3 +103,24 @@ def test_large_adapters_stay_where_they_lie(monkeypatch):
     """They are not copied to every device, and train alike."""
     monkeypatch.setattr(tensor_parts, "MIN_ADAPTER", 1)
     steps.assert_trained_alike(trained.__wrapped__("qlora", True, "pieces"), trained("qlora"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "implementation"), [((0, 1), None), ((1, 0), "xla"), ((2, 3), "xla"), (None, "xla")]
+)
+def test_tokens_are_read_where_devices_are_known_in_order(monkeypatch, numbers, implementation):
+    """Mosaic takes them by number alone; of an ambient mesh the program may be lowered without it."""
+    asked = []
+    for name in ("all_tokens", "own_sums"):
+        monkeypatch.setattr(token_exchange, name, lambda x, axis_name, axis, forced: asked.append(forced) or x)
+    mesh = make_mesh(tensor=2, devices=[jax.devices()[number] for number in numbers or (0, 1)])
+    known = contextlib.nullcontext() if numbers is None else islands_on(mesh)
+
+    def both(x):
+        return own_sums(all_tokens(x, 0), 0)
+
+    with jax.set_mesh(mesh), known:
+        jax.eval_shape(
+            local(both, in_specs=(P("tensor"),), out_specs=P("tensor")), jax.ShapeDtypeStruct((4,), "float32")
+        )
+    assert asked == [implementation] * 2
