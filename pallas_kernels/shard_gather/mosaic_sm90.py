@@ -77,7 +77,7 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str, interpreted:
             length = _tile(size, itemsize)
             part = pl.ds(lax.min(lax.div(own, count) * length, jnp.int32(size - length)), length)
             there = compat.peer_ref(source, axis_name, place, interpreted=interpreted).at[layer_ref[0], part]
-            result[place, part] = there[...] if interpreted else compat.mosaic_load(there, _layout(itemsize))
+            result[place, part] = there[...] if interpreted else compat.mosaic_load(there, in_vectors(itemsize))
 
         start += number
 
@@ -87,8 +87,12 @@ def _tile(size: int, itemsize: int) -> int:
     return min(_TILE_BYTES, size * itemsize // LEAST_BYTES * LEAST_BYTES) // itemsize
 
 
-def _layout(itemsize: int):
-    """A tile in registers: lanes, then warps have 16 bytes after another."""
+def in_vectors(itemsize: int) -> Any:
+    """The layout of a tile in registers: lanes, then warps have 16 bytes after another.
+
+    Args:
+        itemsize: bytes of an element.
+    """
     vector = _VECTOR_BYTES // itemsize
     tiling = plgpu.Tiling(((128 * vector,), (32 * vector,), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

@@ -20,11 +20,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import FLOATS, Implementation, Registry, Target
 from pallas_kernels.shard_gather import why_not_peers
+from pallas_kernels.shard_gather.mosaic_sm90 import LEAST_BYTES
 from pallas_kernels.token_exchange import mosaic_sm90
 
 #: A device's part from which reading it is faster than NCCL: smaller ones are latency alone, which NCCL has beside
 #: other kernels.
-_LEAST_BYTES = 1 << 20
+_LEAST_PART = 1 << 20
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -88,8 +89,8 @@ def _why_not_mosaic(device: Target, part: int, size: int, dtype: DTypeLike) -> s
     if part >= 2**31:
         return f"its offsets are of 32 bits, and a part of {part} numbers has more"
     itemsize = jnp.dtype(dtype).itemsize
-    if size * itemsize < _LEAST_BYTES or not mosaic_sm90.suits(part, itemsize):
-        least, pieces = _LEAST_BYTES, mosaic_sm90.LEAST_BYTES
+    if size * itemsize < _LEAST_PART or not mosaic_sm90.suits(part, itemsize):
+        least, pieces = _LEAST_PART, LEAST_BYTES
         return f"a device's part has {least} bytes or more in whole pieces of {pieces}, this is {dtype} [{size}]"
     return None
 

@@ -21,10 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import compat, dispatch
+from pallas_kernels.shard_gather.mosaic_sm90 import LEAST_BYTES, in_vectors
 
-#: What a thread copies at once, and a warpgroup.
-_VECTOR_BYTES = 16
-LEAST_BYTES = 128 * _VECTOR_BYTES
 #: Of a tile, at most: of up to four devices, whose tiles are in registers at once.
 _TILE_BYTES = 4 * LEAST_BYTES
 #: Thread blocks a multiprocessor: there is room for twice as many, beside NCCL's.
@@ -117,7 +115,7 @@ def _kernel(
     def part_of(place: Any, *where: Any) -> Array:
         """A tile of the argument as a device has it."""
         there = compat.peer_ref(x_ref, axis_name, place, interpreted=interpreted).at[where]
-        return there[...] if interpreted else compat.mosaic_load(there, _layout(x_ref.dtype.itemsize))
+        return there[...] if interpreted else compat.mosaic_load(there, in_vectors(x_ref.dtype.itemsize))
 
     @pl.loop(0, pl.cdiv(tiles, blocks))
     def _(turn):
@@ -152,13 +150,6 @@ def _tile(size: int, itemsize: int, count: int) -> int:
     """Elements of a tile: the most that divide a part."""
     most = _TILE_BYTES if count <= 4 else _TILE_BYTES // 2
     return next(tile for tile in (most, most // 2, LEAST_BYTES) if size * itemsize % tile == 0) // itemsize
-
-
-def _layout(itemsize: int):
-    """A tile in registers: lanes, then warps have 16 bytes after another."""
-    vector = _VECTOR_BYTES // itemsize
-    tiling = plgpu.Tiling(((128 * vector,), (32 * vector,), (vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def suits(part: int, itemsize: int) -> bool:
