@@ -6,8 +6,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 #: The names in use: the projections' results, or the turned heads made of them, the adapters' rank products, the
-#: attention's residuals, and what devices that share layers gathered, which takes as long as an exchange to make again.
-SAVED = ("projection", "lora", "attention_out", "attention_lse", "gathered")
+#: attention's residuals, tokens gathered by devices that share layers, and the norms' reciprocal root mean squares.
+SAVED = ("projection", "lora", "attention_out", "attention_lse", "gathered", "rstd")
 #: The input of a layer, which every policy keeps somewhere.
 LAYER_INPUT = "layer_input"
 #: Queries, keys and values as the attention reads them, and the residual stream behind it.

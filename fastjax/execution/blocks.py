@@ -60,7 +60,7 @@ class Transforms(NamedTuple):
 def stack_blocks(
     model: Decoder, x: Float[Array, "B S E"], run: Pass, policy_of: Callable[[int], str], chunk: Chunk
 ) -> list[StackBlock]:
-    """What runs each stack of layers, for a loop over them.
+    """Block and arrays of each stack of layers, for a loop over them.
 
     Args:
         model: the decoder.

@@ -44,7 +44,7 @@ class Block(Protocol):
 
 
 class StackBlock(NamedTuple):
-    """What runs a stack.
+    """A stack's block and its arrays.
 
     Attributes:
         block: of one period.
@@ -74,7 +74,7 @@ def run_layers(
 
     Args:
         plan: the stacks.
-        blocks: what runs each.
+        blocks: one a stack.
         x: the first layer's input.
         shared: arrays that all layers read; constants for the gradient.
         policy_of: number of a layer -> its policy; a stack's layers are of one.

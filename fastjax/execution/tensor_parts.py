@@ -192,25 +192,19 @@ def own_part(
 
     Args:
         run: as for `layers_on_parts`.
-        layers: around this device's part of their arrays.
+        layers: around this device's part of their arrays; changed in place.
         split: `split_axis` of the whole batch.
         x: the input, of this device's tokens.
         shared: that all layers read.
         rest: more arguments.
     """
-
-    def own_copy(keys: tuple[Any, ...], leaf: Any) -> Any:
-        return leaf[0] if keys[-1] in _ADAPTER and leaf.ndim == 3 else leaf
-
-    graphdef, variables = nnx.split(layers)
-    own = nnx.merge(graphdef, _by_keys(own_copy, nnx.to_pure_dict(variables)))
-    for layer in own:
+    for layer in layers:
         _shrink(layer, devices_along(TENSOR), TensorTokens(split))
-    return run(own, x, shared, *rest)
+    return run(layers, x, shared, *rest)
 
 
 def part_specs(state: Any, axes: TensorAxes, rows: int, *, stacked: bool) -> tuple[P, Any, Context]:
-    """Where the layers' input, their arrays and what all layers read lie on devices that share the layers.
+    """PartitionSpecs of the layers' input, their arrays and the `Context`, for an island over `tensor`.
 
     Args:
         state: of the layers of one period, with weights as `held_apart` and adapters as `copied` makes them.
@@ -240,7 +234,7 @@ def _check_adapters(projection: Projection, devices: int) -> None:
 
 
 def _specs(state: Any, axes: TensorAxes, lead: int) -> Any:
-    """Where the arrays of some layers lie along `tensor`, behind the axes that they lead with."""
+    """PartitionSpecs of the arrays of some layers, which lead with `lead` axes over layers."""
 
     def of(keys: tuple[Any, ...], leaf: Any) -> Any:
         group, last = keys[1:3], keys[-1]  # after position
@@ -282,6 +276,10 @@ def _shrink(layer: Any, devices: int, tokens: Tokens) -> None:
     mixer, mlp, device = layer.mixer, layer.mlp, lax.axis_index(TENSOR)
     for projection in (*mixer.inner, *mlp.inner, *mixer.outer, *mlp.outer):
         _check_adapters(projection, devices)
+        for adapter in projection.adapters.values():
+            for matrix in (adapter.lora_A, adapter.lora_B):
+                if matrix[...].ndim == 3:  # [1, rows, columns]: this device's copy
+                    matrix.set_value(matrix[0])
     if not isinstance(mixer, Attention):
         raise ConfigError(f"parallel.tensor: expected 1 with layers of {layer.block}, got {devices}")
     layer.tokens = tokens

@@ -62,18 +62,11 @@ class Norm(nnx.Module):
             out = out + _as_rows(self.bias[...], x.ndim).astype(out.dtype)
         return out.astype(x.dtype)
 
-    def beside(
-        self, x: Float[Array, "B S E"], rstd_name: str = "rstd"
-    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
-        """The residual stream, to be read in its place, so that one pass makes its gradient; its normalised rows.
-
-        Args:
-            x: the residual stream.
-            rstd_name: as of `rms_norm_in_stream`.
-        """
+    def beside(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
+        """The residual stream, to be read in its place, so that one pass makes its gradient; its normalised rows."""
         if self.weight is None or not self.plain:
             return x, self(x)
-        op = functools.partial(rms_norm_in_stream, eps=self.eps, offset=self.offset, rstd_name=rstd_name)
+        op = functools.partial(rms_norm_in_stream, eps=self.eps, offset=self.offset)
         return local(op, in_specs=(ROWS, P()), out_specs=(ROWS, ROWS))(x, self.weight[...])
 
 

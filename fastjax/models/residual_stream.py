@@ -39,16 +39,9 @@ class Stream(nnx.Module):
         """Whether the output is added as it is."""
         return self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
-    def normed(
-        self, x: Float[Array, "B S E"], rstd_name: str = "rstd"
-    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
-        """The residual stream, to be read in its place; the part's input.
-
-        Args:
-            x: the residual stream.
-            rstd_name: as of `rms_norm_in_stream`.
-        """
-        return (x, x) if self.before is None else self.before.beside(x, rstd_name)
+    def normed(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
+        """The residual stream, to be read in its place; the part's input."""
+        return (x, x) if self.before is None else self.before.beside(x)
 
     def read(
         self, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
@@ -64,7 +57,7 @@ class Stream(nnx.Module):
         """
         norm = self.before
         if self.tokens.shared:
-            x, normed = self.normed(x, "gathered")
+            x, normed = self.normed(x)
             return x, name_residual(self.tokens.all_of(normed), "gathered"), None
         if norm is None or projection is None or not projection.adapters:
             return *self.normed(x), None

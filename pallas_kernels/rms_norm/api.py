@@ -55,9 +55,10 @@ def rms_norm_in_stream(
     eps: ArrayLike,
     offset: float = 0.0,
     implementation: str | None = None,
-    rstd_name: str = "rstd",
 ) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows E"]]:
     """x, to be read in its place, and `rms_norm` of it.
+
+    Checkpoint policies know the reciprocal root mean squares that the backward pass reads as "rstd".
 
     Where x is a residual stream its gradient has two parts, beside the norm and through it. As x is handed through, the
     pass that makes the one adds the other, in float32.
@@ -68,7 +69,6 @@ def rms_norm_in_stream(
         eps: as of `rms_norm`.
         offset: as of `rms_norm`.
         implementation: None, "triton" or "xla".
-        rstd_name: of the rows' reciprocal root mean squares, for checkpointing policies.
 
     Returns:
         x; the normalised rows in x's dtype. Differentiable in x and weight.
@@ -81,7 +81,7 @@ def rms_norm_in_stream(
     offset = number("rms_norm_in_stream", "offset", offset)
     rows = math.prod(x.shape[:-1])
     chosen = REGISTRY.choose(implementation, rows=rows, features=x.shape[-1], dtype=x.dtype)
-    return _in_stream(x, weight, eps, offset, chosen, rstd_name)
+    return _in_stream(x, weight, eps, offset, chosen)
 
 
 def _why_not_triton(_: Target, rows: int, features: int, **facts) -> str | None:
@@ -102,21 +102,17 @@ REGISTRY = triton_or_xla(
 )
 
 
-@custom_vjp(nondiff_argnums=(3, 4, 5))
-def _in_stream(
-    x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str, rstd_name: str
-) -> tuple[Array, Array]:
-    return _forward(x, weight, eps, offset, chosen, rstd_name)[0]
+@custom_vjp(nondiff_argnums=(3, 4))
+def _in_stream(x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str) -> tuple[Array, Array]:
+    return _forward(x, weight, eps, offset, chosen)[0]
 
 
-def _forward(
-    x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str, rstd_name: str
-) -> tuple[tuple[Array, Array], tuple]:
+def _forward(x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str) -> tuple[tuple[Array, Array], tuple]:
     normed, rstd = REGISTRY[chosen].forward(x.reshape(-1, x.shape[-1]), weight, eps, offset)
-    return (x, normed.reshape(x.shape)), (x, weight, checkpoint_name(rstd, rstd_name))
+    return (x, normed.reshape(x.shape)), (x, weight, checkpoint_name(rstd, "rstd"))
 
 
-def _backward(offset: float, chosen: str, rstd_name: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+def _backward(offset: float, chosen: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     x, weight, rstd = residuals
     rows, dresidual, dnormed = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
     dx, dweight = REGISTRY[chosen].backward(rows, weight, rstd, dresidual, dnormed, offset)

@@ -32,10 +32,10 @@ _LEAST_PART = 1 << 20
 def all_tokens(
     x: Float[Array, "..."], axis_name: str, axis: int, implementation: str | None = None
 ) -> Float[Array, "..."]:
-    """The parts of all devices along a mesh axis, in order: [B, S, E] to D times as many rows or tokens.
+    """All-gather along a mesh axis, in an island: [B, S, E] → [devices · B, S, E] or [B, devices · S, E].
 
     Args:
-        x: a device's own, bfloat16, float16 or float32.
+        x: this device's part, bfloat16, float16 or float32.
         axis_name: of the mesh axis; the island is over all axes of the mesh.
         axis: of x, along which the parts are joined, counted from its first.
         implementation: None, "mosaic" or "xla".
@@ -52,10 +52,10 @@ def all_tokens(
 def own_sums(
     x: Float[Array, "..."], axis_name: str, axis: int, implementation: str | None = None
 ) -> Float[Array, "..."]:
-    """The sums over the devices along a mesh axis, of each one's own part; the way back from `all_tokens`.
+    """Reduce-scatter along a mesh axis, in an island; the transpose of `all_tokens`, and differentiable as that is.
 
     Args:
-        x: a device's share of the sums, of all parts, bfloat16, float16 or float32.
+        x: this device's addend of all parts, bfloat16, float16 or float32.
         axis_name: of the mesh axis; the island is over all axes of the mesh.
         axis: of x, along which it is split, counted from its first.
         implementation: None, "mosaic" or "xla".

@@ -1,12 +1,13 @@
-"""Parts and shares read from the other devices' memory.
+"""Mosaic kernels for Hopper GPUs: an all-gather and a reduce-scatter by loads from the other devices' memory.
 
-XLA lets the devices meet before such a kernel, so what each reads is there. Two thread blocks a multiprocessor run
-through the tiles; one that is done says so to its like on the other devices, and ends when these have: nobody's memory
-is given back while it is read. As blocks begin in their order, the first one that has not ended has its like running. A
-warpgroup reads a tile of each device at once, this one's first, through registers.
+XLA inserts a barrier over all devices before the kernel, so the operands are complete everywhere when it starts. Two
+thread blocks a multiprocessor loop over the tiles; one warpgroup loads a tile of each device into registers, its own
+first. At the end block i signals block i of every other device and waits for their signals: no device frees or
+overwrites an operand that another one still reads. Blocks start in the order of their numbers, so the lowest one that
+has not ended is resident on every device, and the waits end.
 
-NCCL moves 160 to 210 GB/s of such sizes between two H200s, and reading is twice as fast; but NCCL runs beside
-products, and this does not.
+Between two H200s NCCL reaches 160 to 210 GB/s at these sizes, these kernels 320; NCCL overlaps with products, and they
+do not.
 """
 
 import functools
@@ -126,7 +127,7 @@ def _kernel(
             row, start = lax.div(tile, jnp.int32(parts)), lax.rem(tile, jnp.int32(parts)) * length
             move(part_of, out_ref, places, row, pl.ds(start, length))
 
-    for semaphore in done:
+    for semaphore in done:  # until all devices have loaded what they need of this one's operand
         for place in places[1:]:
             device_id: Any = {axis_name: place}
             pl.semaphore_signal(semaphore, device_id=device_id)

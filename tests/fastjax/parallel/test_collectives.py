@@ -110,7 +110,7 @@ def computation(text: str, line: str) -> str:
 
 
 def maker(text: str, name: str) -> str:
-    """The line of a program that makes an array, whatever its shape is called meanwhile."""
+    """The line of a program that computes an array; bitcasts are followed."""
     line = text[text.index(f"{name} = ") :].partition("\n")[0]
     renamed = re.search(r" bitcast\((%[\w.\-]+)", line)
     return maker(text, renamed[1]) if renamed else line

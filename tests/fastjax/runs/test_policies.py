@@ -42,7 +42,7 @@ def ways(folders):
 
 
 def test_the_order_is_of_copies_that_are_hidden():
-    """Those of scanned layers on one device."""
+    """Copies are hidden in scanned layers on one device alone."""
     apart, own = candidates(hidden=False), {"model_name": "m"}
     assert run_candidates(config(model=own), ONE) == candidates(hidden=True) != apart
     assert run_candidates(config(model=own), TWO) == apart
