@@ -9,7 +9,7 @@ again, and not y: the router's gradient ⟨dout, y⟩ is ⟨dout·V, h⟩, whose
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,11 @@ from jaxtyping import Array, Float, Int
 from fastjax.lora.rank_products import Matrices, PartSpec, into_dtypes, scaled_B
 from fastjax.lora.units import unit
 from fastjax.parallel import BATCH, local
-from fastjax.parallel.expert_dispatch import plan_dispatch
+from fastjax.parallel.expert_dispatch import Choices, all_tokens, expert_devices, own_choices, own_sums
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
-from pallas_kernels import few_experts
-from pallas_kernels.glu import clamped_swiglu, glu
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+from pallas_kernels import few_experts, routed_glu
+from pallas_kernels.grouped_matmul import ZEROS_BEHIND, grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.moe_routing import Order, combine, sort_by_expert
 
 #: Operands that lead with experts, and shares of their gradients, which lead with an axis of one.
@@ -56,14 +55,10 @@ class Block(NamedTuple):
     gate_up: PartSpec
     down: PartSpec
 
-    def activated(self, gate_up: Float[Array, "*rows 2F"]) -> Float[Array, "*rows F"]:
-        """act(gate) · up."""
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        return (
-            clamped_swiglu(gate, up, **self.clamp._asdict())
-            if self.clamp
-            else glu(gate, up, activation=self.activation)
-        )
+    @property
+    def act(self) -> dict[str, Any]:
+        """The activation, as kernels take it."""
+        return {"activation": self.activation, "clamp": self.clamp}
 
 
 class Operands(NamedTuple):
@@ -92,12 +87,16 @@ class _Saved(NamedTuple):
         gate_up: [M, 2F].
         inner: x·Aᵀ of gate and up, [M, R], or None.
         outer: h·Cᵀ of down, [M, R], or None.
+        choices: of all tokens that came to the device; None on one device.
+        tokens: these [T, E]; None on one device.
     """
 
     order: Order
     gate_up: Array
     inner: Array | None
     outer: Array | None
+    choices: Choices | None
+    tokens: Array | None
 
 
 def routed_experts(
@@ -128,9 +127,13 @@ def _forward(block: Block, x, weights, experts, arrays: Operands, items):
     rows = P(BATCH)
     island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, EXPERTS), out_specs=rows)
     out, saved = island(x, weights, experts, arrays)
-    named = {"gate_up": "projection", "inner": "lora", "outer": "lora"}
-    present = {field: name for field, name in named.items() if getattr(saved, field) is not None}
-    saved = saved._replace(**{field: name_residual(getattr(saved, field), name) for field, name in present.items()})
+    named = {"gate_up": "projection", "inner": "lora", "outer": "lora", "choices": "gathered", "tokens": "gathered"}
+    saved = saved._replace(
+        **{
+            field: jax.tree.map(functools.partial(name_residual, name=name), getattr(saved, field))
+            for field, name in named.items()
+        }
+    )
     return out, (x, weights, experts, saved, arrays)
 
 
@@ -180,8 +183,7 @@ def _where_they_lie(block: Block, x, weights, experts, arrays: Operands, items: 
     if inner is not None:
         products = few_experts.rank_products(x, inner, items, pairs)
     base = as_weight(arrays.gate_up).matmul_items(x, items, pairs)
-    options = {"activation": block.activation, "clamp": block.clamp}
-    h, products = few_experts.gate(base, products, inner, arrays.gate_up_bias, outer, items, **options)
+    h, products = few_experts.gate(base, products, inner, arrays.gate_up_bias, outer, items, **block.act)
     y = as_weight(arrays.down).matmul_items(h, items, pairs)
     return few_experts.combine(y, products, outer, arrays.down_bias, weights, experts)
 
@@ -198,19 +200,26 @@ _unit = unit(_forward, _backward, few=_few)
 
 def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Array, _Saved]:
     """The forward pass of one device's tokens, on the devices that hold their experts."""
-    plan = plan_dispatch(experts, weights, block.num_experts)
-    x = plan.send(x)
-    order = sort_by_expert(plan.experts, plan.own, absent=plan.tokens is not None)
+    devices = expert_devices()
+    own, apart = block.num_experts // devices, devices > 1
+    choices, x = own_choices(experts, weights, own), all_tokens(x)
+    order = sort_by_expert(choices.experts, own, absent=apart)
     sizes = order.group_sizes
-    expert = _expert_of_rows(plan.experts, order)
+    expert = _expert_of_rows(choices, order)
     inner, low_rank = _rank_products(block.gate_up, arrays, x, sizes, order.rows)
     gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, rows=order.rows, low_rank=low_rank)
     gate_up = _biased(gate_up, arrays.gate_up_bias, expert)
-    h = block.activated(gate_up)
+    h = routed_glu.routed_glu(gate_up, _computed(sizes), **block.act)
     outer, low_rank = _rank_products(block.down, arrays, h, sizes)
     y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
-    out = combine(_biased(y, arrays.down_bias, expert), plan.weights, order)
-    return plan.returned(out), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
+    out = combine(_biased(y, arrays.down_bias, expert), choices.weights, order)
+    came = (choices, x) if apart else (None, None)
+    return own_sums(out), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer, *came)
+
+
+def _computed(sizes: Int[Array, " X"]) -> Int[Array, ""]:
+    """The rows of pairs that are here, and those behind that products over groups read too."""
+    return jnp.sum(sizes) + ZEROS_BEHIND
 
 
 def _rank_products(part: PartSpec, arrays: Operands, x, sizes, rows=None):
@@ -224,35 +233,34 @@ def _rank_products(part: PartSpec, arrays: Operands, x, sizes, rows=None):
 
 def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operands, dout):
     """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
-    plan = plan_dispatch(experts, weights, block.num_experts)
-    x, dout = plan.send(x), plan.send(dout)
-    order, dtype, matrices = saved.order, x.dtype, {}
+    x = x if saved.tokens is None else saved.tokens
+    choices = saved.choices or Choices(experts, weights)
+    order, dout, dtype, matrices = saved.order, all_tokens(dout), x.dtype, {}
     sizes = order.group_sizes[0]
-    expert = _expert_of_rows(plan.experts, order)
-    weight = plan.weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
+    expert = _expert_of_rows(choices, order)
+    weight = choices.weights.reshape(-1)[order.order].astype(jnp.float32)  # of each sorted row
 
     def weighted(array: Array) -> Array:
-        return (array.astype(jnp.float32) * weight).astype(dtype)
+        return (array.astype(jnp.float32) * weight[:, None]).astype(dtype)
 
-    h, pullback = jax.vjp(block.activated, saved.gate_up)
     # dy = dout[order.rows] is gathered in the loads: before the weights, as the router's gradient needs it.
-    low_rank = None
+    low_rank = douter = None
     if saved.outer is not None:
         a, b = _scaled(block.down, arrays, dtype)
         douter = grouped_matmul_dx(dout, b, sizes, rows=order.rows)
         low_rank = (douter, a)
+    dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
+    h, dgate_up, dweight = routed_glu.gradients(saved.gate_up, dh, weight, _computed(sizes), **block.act)
+    if saved.outer is not None and douter is not None:
         matrices[block.down.name] = (
             grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
             grouped_matmul_dw(weighted(saved.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
             * block.down.scaling,
         )
-    dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
-    dweight = jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), axis=1)
     dy = dout[order.rows]
     if arrays.down_bias is not None:
         bias = arrays.down_bias.astype(dtype)[expert]
         dweight = dweight + jnp.sum(dy.astype(jnp.float32) * bias.astype(jnp.float32), axis=1)
-    (dgate_up,) = pullback(weighted(dh))
     low_rank = None
     if saved.inner is not None:
         a, b = _scaled(block.gate_up, arrays, dtype)
@@ -273,7 +281,9 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     # Apart from what is added to it: fused with the router's share, XLA's kernel reads half as fast.
     dx = jax.lax.optimization_barrier(jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype))
     dweights = dweight[order.inverse].astype(weights.dtype)
-    return plan.returned(dx), plan.returned_choices(dweights), jax.tree.map(lambda share: share[None], shares)
+    if saved.choices is not None:  # of pairs that lie elsewhere another device knows it
+        dweights = own_sums(jnp.where(choices.experts < len(sizes), dweights, 0))
+    return own_sums(dx), dweights, jax.tree.map(lambda share: share[None], shares)
 
 
 def _scaled(
@@ -283,8 +293,8 @@ def _scaled(
     return arrays.matrices[part.name][0].astype(dtype), scaled_B(part, arrays.matrices, dtype)
 
 
-def _expert_of_rows(experts: Int[Array, "N k"], order: Order) -> Int[Array, " M"]:
-    return experts.reshape(-1)[order.order]
+def _expert_of_rows(choices: Choices, order: Order) -> Int[Array, " M"]:
+    return choices.experts.reshape(-1)[order.order]
 
 
 def _biased(y: Float[Array, "M out"], bias: Float[Array, "X out"] | None, expert: Int[Array, " M"]) -> Array:
@@ -295,6 +305,7 @@ def _bias_gradient(bias: Array | None, dy: Float[Array, "M out"], expert: Int[Ar
     """The sums of dy over each expert's rows, as a product with its indicator."""
     if bias is None:
         return None
+    dy = jnp.where((expert < bias.shape[0])[:, None], dy, 0)  # what lies behind the groups may be no number
     here = (jnp.arange(bias.shape[0], dtype=expert.dtype)[:, None] == expert[None, :]).astype(dy.dtype)
     precision = jax.lax.Precision.HIGHEST if dy.dtype == jnp.float32 else None
     return jnp.matmul(here, dy, precision=precision, preferred_element_type=jnp.float32).astype(bias.dtype)

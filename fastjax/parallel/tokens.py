@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices, devices_along, knows_devices, local
+from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices, devices_along, exchange, local
 from pallas_kernels import token_exchange
 
 
@@ -95,7 +95,7 @@ def all_tokens(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
         x: a device's own.
         axis: `split_axis` of the batch.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.all_tokens(x, TENSOR, axis, _exchange())
+    return x if devices_along(TENSOR) == 1 else token_exchange.all_tokens(x, TENSOR, axis, exchange())
 
 
 def own_sums(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
@@ -105,9 +105,4 @@ def own_sums(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
         x: a device's share of the sum, of all tokens.
         axis: `split_axis` of the batch.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.own_sums(x, TENSOR, axis, _exchange())
-
-
-def _exchange() -> str | None:
-    """The implementation of exchanges: of devices that are not known by number XLA's collectives."""
-    return None if knows_devices() else "xla"
+    return x if devices_along(TENSOR) == 1 else token_exchange.own_sums(x, TENSOR, axis, exchange())

@@ -40,7 +40,8 @@ def grouped_matmul(
     Args:
         x: float32, bfloat16 or float16.
         w: one matrix a group, of x's dtype.
-        group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
+        group_sizes: int32, rows of each group, in all at most M. Past the last group the first `ZEROS_BEHIND` rows of
+            the result are zeros, and what the others hold has no meaning; gradients are zeros there.
         rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
         low_rank: z and b, of x's dtype; None: no second product.
         implementation: None, "mosaic", "triton" or "xla", for all three products.
@@ -125,10 +126,11 @@ def _matmul_backward(implementation, kept, dy):
     x, w, group_sizes, rows, low_rank = kept
     transposed = functools.partial(grouped_matmul_dx, dy, group_sizes=group_sizes, implementation=implementation)
     outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
-    dx = transposed(w)
+    own = jnp.arange(len(dy))[:, None] < jnp.sum(group_sizes)
+    dx = jnp.where(own, transposed(w), 0)
     if rows is not None:
         dx = with_automatic_axes(functools.partial(_summed, x), dx, rows, rows_like=x)
-    more = None if low_rank is None else (transposed(low_rank[1]), outer(low_rank[0]))
+    more = None if low_rank is None else (jnp.where(own, transposed(low_rank[1]), 0), outer(low_rank[0]))
     return dx, outer(x, rows=rows), None, None, more
 
 

@@ -47,7 +47,7 @@ def grouped_nf4_matmul(
         x: [T, in], or [T, out] for the gradient; bfloat16, float16 or float32.
         codes: in the split order of `nf4.codebook`.
         absmax: float32, one a block.
-        group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
+        group_sizes: int32, as of `grouped_matmul`.
         shape: (out, in) of each matrix; in is a multiple of 64.
         rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
         low_rank: a second product to add, as of `grouped_matmul`, or `grouped_matmul_dx` for the gradient; None: none.

@@ -13,15 +13,18 @@ from jaxtyping import Int32
 
 #: The copy engine's tiles are eight rows high, and copies begin with one.
 ALIGNED = 8
+#: Rows past the last group that are zeros. A piece of a sum over rows begins in a group and ends at most so far behind
+#: it, and whoever gathers rows may read these in the place of rows that are not there.
+ZEROS_BEHIND = 64
 
 
 class Schedule(NamedTuple):
     """The tiles of a product.
 
     Attributes:
-        tiles: int32 [most, 5]: group, begin and end of the group's rows, the tile's first row and first column. Rows
-            past the last group are tiles of a group whose number is that of the groups. First rows are multiples of
-            `ALIGNED`, the first one at or before the group's begin.
+        tiles: int32 [most, 5]: group, begin and end of the group's rows, the tile's first row and first column. The
+            first `ZEROS_BEHIND` rows past the last group are tiles of a group whose number is that of the groups. First
+            rows are multiples of `ALIGNED`, the first one at or before the group's begin.
         count: int32 [1], tiles in use.
     """
 
@@ -32,7 +35,7 @@ class Schedule(NamedTuple):
 def schedule(
     group_sizes: Int32[Array, " X"], rows: int, tile_rows: int, column_tiles: int, tile_columns: int
 ) -> Schedule:
-    """Cut the rows of every group, and those past the last one, into tiles.
+    """Cut the rows of every group, and the first ones past the last group, into tiles.
 
     Args:
         group_sizes: int32.
@@ -42,7 +45,7 @@ def schedule(
         tile_columns: columns of a tile.
     """
     ends = jnp.minimum(jnp.cumsum(group_sizes), rows)
-    ends = jnp.append(ends, rows).astype(jnp.int32)
+    ends = jnp.append(ends, jnp.minimum(ends[-1] + ZEROS_BEHIND, rows)).astype(jnp.int32)
     starts = jnp.pad(ends[:-1], (1, 0))
     first = starts // ALIGNED * ALIGNED
     row_tiles = jnp.where(ends > starts, (ends - first + tile_rows - 1) // tile_rows, 0)

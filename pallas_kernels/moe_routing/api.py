@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul.schedule import ZEROS_BEHIND
 from pallas_kernels.transformations import custom_vjp, with_automatic_axes
-
-#: Rows that are read in the place of those of absent pairs: few enough for a cache, and enough for all of its banks.
-_ABSENT_ROWS = 64
 
 
 class RouterSettings(NamedTuple):
@@ -123,8 +121,8 @@ def sort_by_expert(experts: Int[Array, "N k"], num_experts: int, absent: bool = 
         experts: of each token.
         num_experts: X.
         absent: whether a token may have pairs without an expert, whose number is X. They are sorted to the end, where
-            products over groups make zeros; `inverse` points such a pair to one of the first of these rows, so that
-            few of them are read.
+            products over groups make the first `ZEROS_BEHIND` rows zeros; `inverse` points such a pair to one of
+            these: few enough for a cache, and enough for all of its banks.
     """
     return with_automatic_axes(
         lambda experts: _sorted(experts, num_experts, absent),
@@ -141,7 +139,7 @@ def _sorted(experts: Array, num_experts: int, absent: bool) -> Order:
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
     if absent:
         behind = inverse - jnp.sum(sizes)
-        inverse = jnp.where(behind < 0, inverse, inverse - behind + behind % _ABSENT_ROWS)
+        inverse = jnp.where(behind < 0, inverse, inverse - behind + behind % ZEROS_BEHIND)
     return Order(order // experts.shape[1], order, inverse.reshape(experts.shape), sizes)
 
 

@@ -5,7 +5,7 @@ Implementations, in order of preference:
 - ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, in the order of their numbers, jax 0.11; parts of
   1 MiB or more, of each row whole pieces of 2 KiB. Each device reads what it needs in the others' memory. It runs in
   the program's own order, and nothing beside it. Sums are made in float32 and rounded once.
-- ``xla``: everything else; XLA's collectives.
+- ``xla``: everything else; XLA's collectives, sums in float32 too.
 """
 
 import functools
@@ -100,7 +100,12 @@ def _gather(x: Array, axis_name: str, axis: int) -> Array:
 
 
 def _scatter(x: Array, axis_name: str, axis: int) -> Array:
-    return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
+    if x.dtype.itemsize >= 4:
+        return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
+    # As many bytes as a reduce-scatter's, which would round at each device.
+    parts = x.reshape(*x.shape[:axis], lax.axis_size(axis_name), -1, *x.shape[axis + 1 :])
+    shares = lax.all_to_all(parts, axis_name, axis, axis, tiled=True)
+    return jnp.sum(shares, axis=axis, dtype=jnp.float32).astype(x.dtype)
 
 
 #: forward(own part, axis_name, axis) -> all parts; backward(shares of all, axis_name, axis) -> own sums

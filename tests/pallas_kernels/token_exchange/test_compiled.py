@@ -45,4 +45,4 @@ def test_kernels_do_not_spill(number, dtype, tmp_path, monkeypatch):
 def test_small_parts_are_left_to_collectives(tokens, kernels, collectives):
     text = cards(4).compile(*island(4, tokens, jnp.bfloat16)).as_text()
     assert len(re.findall(r"custom_call_target=\"mosaic_gpu_v2\"", text)) == kernels
-    assert len(re.findall(r" (?:all-gather|reduce-scatter)(?:-start)?\(", text)) == collectives
+    assert len(re.findall(r" (?:all-gather|all-to-all)(?:-start)?\(", text)) == collectives
