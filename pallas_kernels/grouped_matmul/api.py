@@ -126,7 +126,7 @@ def _matmul_backward(implementation, kept, dy):
     x, w, group_sizes, rows, low_rank = kept
     transposed = functools.partial(grouped_matmul_dx, dy, group_sizes=group_sizes, implementation=implementation)
     outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
-    own = jnp.arange(len(dy))[:, None] < jnp.sum(group_sizes)
+    own = jnp.arange(dy.shape[0])[:, None] < jnp.sum(group_sizes)
     dx = jnp.where(own, transposed(w), 0)
     if rows is not None:
         dx = with_automatic_axes(functools.partial(_summed, x), dx, rows, rows_like=x)

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 from fastjax.lora.experts import routed_experts
 from fastjax.parallel import make_mesh
 from fastjax.quantization import MXFP4Weight
+from pallas_kernels import routed_glu
+from pallas_kernels.grouped_matmul import ZEROS_BEHIND
+from pallas_kernels.grouped_matmul.api import DX, MATMUL
 from tests.fastjax.lora import test_experts as unit
 from tests.fastjax.lora.conftest import Maker
 from tests.support import steps
@@ -100,4 +103,51 @@ def test_no_token_is_dropped_where_all_choose_the_same_experts():
     experts = jnp.zeros((unit.TOKENS, unit.CHOSEN), jnp.int32).at[:, 1].set(1)
     expected, _ = value_and_gradients("both", "nf4", experts, None)
     found, _ = value_and_gradients("both", "nf4", experts, MESHES["two"])
+    assert_near(found, expected)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Of what the rows behind a product's groups hold the first are zeros, the rest NaN; so the gated block's."""
+
+    def behind(rows, array):
+        return jnp.where((jnp.arange(array.shape[0]) < rows).reshape(-1, *[1] * (array.ndim - 1)), array, jnp.nan)
+
+    def poison(registry, name, wrapped):
+        monkeypatch.setitem(registry.implementations, name, wrapped(registry[name]))
+
+    def of_product(implementation):
+        def product(x, w, sizes, *arguments):
+            return behind(jnp.sum(sizes) + ZEROS_BEHIND, implementation.forward(x, w, sizes, *arguments))
+
+        return implementation._replace(forward=product)
+
+    def of_glu(implementation):
+        def forward(gate_up, rows, *arguments):
+            return behind(rows, implementation.forward(gate_up, rows, *arguments))
+
+        def backward(gate_up, dh, weights, rows, *arguments):
+            return [behind(rows, array) for array in implementation.backward(gate_up, dh, weights, rows, *arguments)]
+
+        return implementation._replace(forward=forward, backward=backward)
+
+    poison(MATMUL, "xla", of_product)
+    poison(DX, "xla", of_product)
+    poison(routed_glu.REGISTRY, "xla", of_glu)
+    monkeypatch.setattr(unit, "TOKENS", 512)
+    for cached in (unit.routing, operands):
+        cached.cache_clear()
+    yield
+    for cached in (unit.routing, operands):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("clamped with biases", jnp.float32), ("both", "nf4")], ids=["trained", "nf4"]
+)
+def test_what_has_no_meaning_is_read_by_nobody(name, kind):
+    experts = unit.routing()[1]
+    expected, _ = value_and_gradients(name, kind, experts, None)
+    found, _ = value_and_gradients(name, kind, experts, {"expert": 4, "data": 2})
     assert_near(found, expected)

@@ -35,6 +35,17 @@ def test_all_have_the_parts_and_each_its_sums(devices, axis):
     np.testing.assert_allclose(sums, exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_in_16_bits_are_rounded_once(axis):
+    shape = [4, 64, 8]
+    shape[axis] *= 8
+    shares = np.random.default_rng().integers(-255, 256, [8, *shape])  # exact in bfloat16, their sums in float32
+    sums = island(lambda x: own_sums(x, "tensor", axis), axis, 8)(
+        jnp.asarray(np.concatenate(shares, axis), jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(sums, jnp.asarray(shares.sum(axis=0), jnp.bfloat16))
+
+
 def test_the_gradient_of_each_is_the_other():
     """The gradient of Σ own_sums(sin(all_tokens(x)))² equals that of Σ (devices · sin x)² on one device."""
     devices, x = 2, jnp.asarray(np.random.default_rng().normal(size=(4, 8)), jnp.float32)
