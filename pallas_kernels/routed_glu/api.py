@@ -27,7 +27,7 @@ def routed_glu(
     clamp: tuple[float, float] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M F"]:
-    """H = act(gate) · up, in float32 inside and rounded once; not differentiable.
+    """act(gate) · up of the first rows, in float32 inside and rounded once; not differentiable.
 
     Args:
         gate_up: [gate | up], any floating dtype.
@@ -54,11 +54,11 @@ def gradients(
     clamp: tuple[float, float] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "M F"], Float[Array, "M 2F"], Float[Array, " M"]]:
-    """H again, the gradient of gate_up for that of w·h, and of w: ⟨dh, h⟩ of each row, summed in float32.
+    """Gradients of w·h, and h = act(gate) · up again: (h, dgate_up, dw); dw is ⟨dh, h⟩ of a row, summed in float32.
 
     Args:
         gate_up: as for `routed_glu`.
-        dh: gradient of w·h before the weights, of its dtype.
+        dh: the gradient of h where w is 1, of its dtype.
         weights: w, float32.
         rows: as for `routed_glu`.
         activation: as for `routed_glu`.
