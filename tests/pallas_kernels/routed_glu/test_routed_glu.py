@@ -46,7 +46,7 @@ def exact(gate_up, dh, weights, clamp=None, **_):
 
 def assert_close(found, expected, dtype, rows):
     for ours, theirs in zip(found, expected, strict=True):
-        difference = np.abs(np.asarray(ours, np.float64)[:rows] - theirs[:rows])
+        difference = np.abs(np.asarray(ours[:rows], np.float64) - theirs[:rows])  # what is behind may be anything
         # Sums of a row are float32, of factors in 16 bits; where XLA makes them, of h after its rounding.
         assert np.max(difference) <= TOLERANCE[dtype] * np.abs(theirs[:rows]).max(), ours.shape
 
