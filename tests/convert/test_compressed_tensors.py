@@ -157,6 +157,7 @@ def raw(folder):
     return {name: checkpoint.read(name) for name in checkpoint.names}
 
 
+@pytest.mark.exhaustive("int4-32-zeros", "fp8-tensor", "fp8-block", "nvfp4", "mxfp4")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_merging_into_a_scheme_is_merging_and_quantising(folder, adapter, tmp_path, scheme):
     merge(folder, adapter, tmp_path / "plain")

@@ -21,6 +21,7 @@ def pairs(count=200_000):
         return x, divisor, x / divisor
 
 
+@pytest.mark.exhaustive("-2", "2")
 @pytest.mark.parametrize("error", [-2, -1, 0, 1, 2])
 def test_the_nearest_from_a_number_up_to_two_places_off(error):
     x, divisor, exact = pairs()

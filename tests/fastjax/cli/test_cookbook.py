@@ -42,11 +42,7 @@ def test_its_names_and_arguments_are_there(name):
     assert Reader().read(BEGINNING).read(RECIPES[name]).calls > 4
 
 
-@pytest.mark.exhaustive(
-    "An optimizer of your own, for some of the weights",
-    "The kernels over a pytree of your own",
-    by="test_its_names_and_arguments_are_there",
-)
+@pytest.mark.exhaustive("The kernels over a pytree of your own", by="test_its_names_and_arguments_are_there")
 @pytest.mark.usefixtures("needed")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name, beginning, tmp_path, monkeypatch, capsys):

@@ -150,6 +150,7 @@ def test_the_chat_template_of_the_run_is_that_of_its_result(settings, tmp_path, 
     assert result.tokenizer.chat_template == tokenizer.chat_template == TEMPLATE
 
 
+@pytest.mark.exhaustive(by="tests/fastjax/models/test_rope_config.py::test_rows_longer_than_the_model")
 def test_generate_with_scaled_positions(chat_folder, capsys):
     length = json.loads((chat_folder / "config.json").read_text())["max_position_embeddings"]
     generate = ["generate", "--model", str(chat_folder), "--max_new_tokens", "2", "--prompt", "abc"]

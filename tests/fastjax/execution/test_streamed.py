@@ -157,6 +157,7 @@ def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, 
     assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
 
 
+@pytest.mark.exhaustive("fsdp")  # of each device, where weights are gathered
 @pytest.mark.parametrize("axis", [None, "data", "fsdp", "tensor"])
 def test_every_place_in_the_loops_rooms_is_written(monkeypatch, request, tmp_path, axis):
     """Rooms of NaN change nothing: on one device, and on each of several that share the batch, weights or layers."""

@@ -63,6 +63,7 @@ def shared(block, split, *arrays, **options):
     return local(own, in_specs=(read, *matrices, stream), out_specs=stream)(*arrays)
 
 
+@pytest.mark.exhaustive("0-gated block", "1-projection")
 @BLOCKS
 @SPLITS
 def test_values_and_gradients_are_those_of_one_device(block, split):
@@ -94,6 +95,7 @@ def test_products_in_float8_are_summed(split):
     assert off < rounding
 
 
+@pytest.mark.exhaustive("0-gated block", "1-projection")
 @BLOCKS
 @SPLITS
 def test_small_addends_count(block, split, monkeypatch):

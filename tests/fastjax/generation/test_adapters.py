@@ -255,7 +255,6 @@ def test_slots_are_as_the_adapters_that_were_given():
             Engine(base(), rows=2, **settings)
 
 
-@pytest.mark.exhaustive(by="test_each_row_has_its_own_adapter_and_no_other")
 def test_devices_that_answer_as_one_have_the_same_adapters():
     models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
     devices = Engines(base(), jax.devices()[:2], adapters={"sums": models["sums"], "Sums": models["Sums"]}, rows=2)

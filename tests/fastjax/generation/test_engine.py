@@ -67,6 +67,11 @@ def tokens_of(pieces):
     return [token for piece in pieces for token in piece.tokens]
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_adapters.py::test_each_row_has_its_own_adapter_and_no_other, "
+    "tests/fastjax/generation/test_serving.py::test_a_greedy_answer_among_45_others_is_the_one_alone, "
+    "tests/fastjax/evaluation/test_evaluation.py::test_scores_are_those_of_the_whole_forward_pass"
+)
 def test_rows_that_come_and_go_answer_as_alone():
     """With an adapter over 4-bit weights, three rows for six prompts, a small cache, and prompts of several pieces."""
     rng = np.random.default_rng(3)
@@ -83,7 +88,7 @@ def test_rows_that_come_and_go_answer_as_alone():
     assert engine._pages.free == 13 and sorted(engine._free) == [0, 1, 2]
 
 
-@pytest.mark.exhaustive("gpt_oss", "deepseek_v3", "qwen3_5_text")
+@pytest.mark.exhaustive("deepseek_v3", "qwen3_5_text")  # gpt_oss is in test_windows.py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path):
     """A row decodes between the pieces of another's prompt."""
@@ -102,6 +107,7 @@ def test_every_family_answers_by_its_forward_pass(family, tmp_path):
         np.testing.assert_allclose(told, whole.max(-1), rtol=0, atol=1e-3)
 
 
+@pytest.mark.exhaustive("32")  # whole pages; 70 tokens are those of the test below
 @pytest.mark.parametrize("length", [32, 37, 70])
 def test_answers_of_one_prompt_share_its_pages(length):
     prompt = tiny.documents(CONFIG, (length,), seed=5)[0].tolist()
@@ -137,6 +143,9 @@ def test_a_shared_prompt_stays_until_its_last_answer_ends():
     assert engine._pages.free == whole + 3 * own
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_serving.py::test_a_seed_and_penalties_give_the_answers_that_they_give_alone"
+)
 def test_answers_beyond_the_rows_wait_for_them():
     engine = Engine(model(), rows=2, steps=4)
     found = collected(engine, [(prompts()[0], GenerationOptions(max_new_tokens=6, n=5))])
@@ -153,6 +162,9 @@ def test_many_answers_and_many_prompts_come_in_together(monkeypatch):
         assert [tokens_of(pieces) for pieces in answers] == [one] * len(answers)
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_adapters.py::test_devices_that_answer_as_one_have_the_same_adapters"
+)
 def test_several_devices_answer_as_one():
     devices = jax.devices()[:2]
     engines = Engines(model(adapter=True), devices, rows=2, steps=4)
@@ -169,7 +181,9 @@ def test_several_devices_answer_as_one():
             Engines(model(), twice)
 
 
-@pytest.mark.exhaustive(by="test_several_devices_answer_as_one")
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_adapters.py::test_devices_that_answer_as_one_have_the_same_adapters"
+)
 def test_a_model_on_all_devices_answers_on_all_of_them():
     """And one whose arrays are split over them answers as well."""
     mesh = make_mesh(data=2, fsdp=2)
@@ -189,6 +203,9 @@ def test_a_model_on_all_devices_answers_on_all_of_them():
     assert answers_in_ids(model().replace(frozen=split), prompts()[:3], max_new_tokens=5) == expected
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_serving.py::test_a_seed_and_penalties_give_the_answers_that_they_give_alone"
+)
 def test_sampled_answers_need_no_neighbours():
     """A row draws the same numbers alone, among others, later, and in a full cache."""
     options = GenerationOptions(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=7, n=2)
@@ -214,6 +231,11 @@ def test_a_stop_token_ends_an_answer_and_is_told():
     assert pieces[-1].finish_reason == "stop", "the last token that is allowed"
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_text.py::test_a_stream_gives_pieces_and_closing_it_ends_the_row, "
+    "tests/fastjax/generation/test_text.py::test_a_stop_string_ends_an_answer_and_no_other, "
+    "test_a_shared_prompt_stays_until_its_last_answer_ends"
+)
 def test_a_cancelled_answer_gives_back_its_room_and_hurts_nobody():
     engine = Engine(model(), rows=3, steps=2)
     rooms = engine._pages.free

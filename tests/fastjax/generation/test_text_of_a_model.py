@@ -19,6 +19,11 @@ def model(tmp_path_factory):
     return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, dtype="float32", load_in_4bit=False)[0]
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_text.py::test_answers_tell_their_tokens, "
+    "tests/fastjax/generation/test_text.py::test_a_stream_gives_pieces_and_closing_it_ends_the_row, "
+    "tests/fastjax/generation/test_face.py::test_texts_to_texts"
+)
 def test_one_answer_in_all_its_forms(model):
     """Three times the same prompt, whose answer is whole each time."""
     settings = {"max_new_tokens": 32, "eos_token_id": []}

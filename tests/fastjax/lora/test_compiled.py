@@ -88,6 +88,7 @@ def test_no_dense_update_is_formed(kind):
     assert len(products) == 4 + 2
 
 
+@pytest.mark.exhaustive("32")
 @pytest.mark.parametrize("rows", [1, 32])
 def test_a_few_rows_take_five_kernels(rows):
     aot, (apply, trained, frozen) = AOT(), block("nf4", 16)
@@ -117,6 +118,7 @@ def test_few_tokens_choose_their_experts_in_one_kernel_unless_they_are_different
     assert "few_experts_route" not in str(gradient) and gradient.out_avals[0].shape == (3, 32)
 
 
+@pytest.mark.exhaustive("32")
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_a_few_tokens_experts_take_six_kernels(tokens):
     """None of them sorts, gathers or pads: experts and their adapters are read where they lie."""

@@ -59,7 +59,6 @@ def columns(y, sizes):
 
 
 @pytest.mark.exhaustive(
-    "float32-float32-dropout",
     "float32-float32-DoRA with dropout",
     "float32-float32-ranks of their own",
     "bfloat16-bfloat16-a subset",

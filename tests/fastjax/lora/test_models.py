@@ -44,8 +44,6 @@ NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 # Units are held against plain LoRA with each option in test_linear.py and test_mlp.py; here is what lies between them.
 @pytest.mark.exhaustive(
-    "everything, with biases",
-    "DoRA with dropout on NF4",
     "rows of tokens beside",
     "no biases, a subset on NF4",
 )

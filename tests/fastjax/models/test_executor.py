@@ -22,6 +22,7 @@ def decoders(**options):
     return ours, plain
 
 
+@pytest.mark.exhaustive("scan")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_a_pass_and_its_gradients(layer_loop):
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 99, (2, 24)), jnp.int32)
@@ -46,6 +47,10 @@ def test_a_pass_and_its_gradients(layer_loop):
     assert all(float(np.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found[1]["layers"]))
 
 
+@pytest.mark.exhaustive(
+    by="test_a_pass_and_its_gradients, "
+    "tests/fastjax/generation/test_serving.py::test_temperature_0_takes_the_likeliest_token_in_every_row"
+)
 def test_steps():
     tokens = jnp.asarray([[7, 9, 11, 13, 17]], jnp.int32)
 

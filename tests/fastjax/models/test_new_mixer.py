@@ -156,6 +156,7 @@ def test_its_weights_are_of_its_layers_alone(tmp_path):
     assert conv.shape == (48, TAPS) and conv.axes == ("embed", "taps")
 
 
+@pytest.mark.exhaustive("scan")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_packed_documents_do_not_see_each_other(tmp_path, layer_loop):
     found = model(tmp_path, layer_loop=layer_loop)
@@ -171,6 +172,9 @@ def test_packed_documents_do_not_see_each_other(tmp_path, layer_loop):
         start += length
 
 
+@pytest.mark.exhaustive(
+    by="test_its_state_says_its_axes, tests/fastjax/generation/test_windows.py::test_answers_beyond_the_window"
+)
 def test_generation_gives_the_tokens_of_whole_passes(tmp_path):
     found = model(tmp_path)
     prompts = [[7, 9, 11, 13, 17], [5], list(range(20, 40))]

@@ -38,7 +38,9 @@ def quantized_folder(source, folder, config, dtype):
     return tiny.write_folder(folder, config, arrays)
 
 
-@pytest.mark.exhaustive("nf4-bfloat16")  # int4-32 is that of the modules left out and of weights trained whole
+@pytest.mark.exhaustive(
+    by="test_every_format_that_a_merge_writes_is_what_was_trained, test_an_adapter_over_nf4_goes_back_to_nf4"
+)
 @pytest.mark.parametrize(("scheme", "dtype"), [("nf4", "bfloat16"), ("nf4", "float32"), ("int4-32", "bfloat16")])
 def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, dtype):
     config, own = tiny.config(**WIDE, dtype=dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
@@ -82,7 +84,10 @@ def test_every_format_that_a_merge_writes_is_what_was_trained(one_layer, tmp_pat
     assert np.abs(plain - expected).max() > 0.1
 
 
-@pytest.mark.exhaustive("q4_0")
+@pytest.mark.exhaustive(
+    by="tests/fastjax/quantization/test_fake.py::test_ggml_rounds_the_folders_values_so, "
+    "test_every_format_that_a_merge_writes_is_what_was_trained"
+)
 @pytest.mark.parametrize("type", ["q4_0", "q8_0"])
 def test_a_gguf_file_has_the_values_that_were_trained(tmp_path, type):
     """Of a merged folder in bfloat16, matrix by matrix, and in logits, whatever float32 sums differ by."""

@@ -49,6 +49,7 @@ def exchanged(name):
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(parts, parts), out_specs=(parts, parts), check_vma=False))
 
 
+@pytest.mark.exhaustive("bfloat16", "int4")
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_number_is_the_nearest_of_its_format(name):
     form, numbers = FORMATS[name], jax.random.normal(jax.random.key(0), (3, 4 * UNIT)) * 10
@@ -60,6 +61,7 @@ def test_a_packed_number_is_the_nearest_of_its_format(name):
     assert not np.any(unpack(pack(jnp.zeros(UNIT), form), form))
 
 
+@pytest.mark.exhaustive("bfloat16", "int4")
 @pytest.mark.parametrize("name", PACKED)
 def test_replicas_hold_the_same_bits_and_what_is_kept_back_makes_up_the_sum(name):
     total, received = None, None

@@ -52,7 +52,7 @@ def trained(kind, packed=True, mesh=None, mlp_chunk=None):
     return steps.trained(model(kind, mlp_chunk), batch(packed), mesh=mesh)
 
 
-@pytest.mark.exhaustive("chunks", "one document a row", "three axes")
+@pytest.mark.exhaustive("one document a row", "three axes")
 @pytest.mark.parametrize(
     ("kind", "packed", "mesh", "chunk"),
     [

@@ -60,14 +60,27 @@ SPELLED = (
     *("qwen3_next, mixtures everywhere", "hunyuan_v1_dense, as published", "gemma, gelu_python"),
     *("deepseek_v3, as published", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
 )
-#: Families whose layers are made of the parts of others above.
-ALIKE = ("ernie4_5", "cohere2")
+#: Families and variants whose layers are made of the parts of others here.
+ALIKE = (
+    *("ernie4_5", "cohere2", "helium", "arcee", "arcee, relu2", "starcoder2", "hunyuan_v1_dense", "olmo3", "exaone4"),
+    *("mistral", "mistral, no window", "ministral", "ministral, windows everywhere", "ministral3, unscaled"),
+    *("gemma", "gemma, tied", "gemma2, tied", "phi3, every pair turns", "qwen2, no windows", "smollm3, no windows"),
+    *("cohere, no norm of queries", "olmo_hybrid", "qwen3_5_text, as published", "qwen3_5_moe_text"),
+    *("qwen2_moe, mixtures everywhere", "qwen3_moe, mixtures everywhere", "olmoe", "solar_open", "hy_v3"),
+)
+#: Mixtures whose logits, or losses and gradients, equal transformers' in test_mixtures.py.
+MIXED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "afmoe")
 AS_WRITTEN = "tests/fastjax/models/test_families.py::test_a_config_as_transformers_writes_it"
+IN_MIXTURES = (
+    "tests/fastjax/parity/test_mixtures.py::test_peft_loads_what_we_write_and_transformers_what_is_merged, "
+    "tests/fastjax/parity/test_mixtures.py::test_peft_finds_exactly_the_trained_modules, "
+    "tests/fastjax/parity/test_mixtures.py::test_gradients_of_every_weight"
+)
 
 
 def marked(variant):
-    marks = [pytest.mark.exhaustive(by=AS_WRITTEN)] if variant in (*SPELLED, *ALIKE) else []
-    return pytest.param(variant, marks=marks)
+    faster = IN_MIXTURES if variant in MIXED else AS_WRITTEN if variant in (*SPELLED, *ALIKE) else None
+    return pytest.param(variant, marks=[] if faster is None else pytest.mark.exhaustive(by=faster))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def torch_answers(model, prompts, **options):
         return model.generate(tokens, attention_mask=mask.long(), **settings)[:, width:].tolist()
 
 
-@pytest.mark.exhaustive("scan")
+@pytest.mark.exhaustive(by="tests/fastjax/parity/test_face.py::test_the_tensors_are_transformers")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_greedy_answers_equal_transformers(layer_loop):
     reference = torch_llama.build(CONFIG, tiny.arrays(CONFIG))
@@ -44,6 +44,10 @@ def test_greedy_answers_equal_transformers(layer_loop):
     assert alone == [expected[2]], "neighbours in the batch change an answer"
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/parity/test_face.py::test_the_tensors_are_transformers, "
+    "tests/fastjax/generation/test_engine.py::test_a_stop_token_ends_an_answer_and_is_told"
+)
 def test_a_row_ends_at_its_stop_token():
     reference = torch_llama.build(CONFIG, tiny.arrays(CONFIG))
     prompts = tiny.documents(CONFIG, LENGTHS, seed=4)

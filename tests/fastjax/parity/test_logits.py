@@ -64,6 +64,10 @@ VARIANTS = {
 UNROLLED = ("every field", "one key head", "a key head for every head", "untied")
 
 
+@pytest.mark.exhaustive(
+    *("every field-scan", "every field-unroll", "one key head-scan", "a key head for every head-scan", "untied-scan"),
+    *("mlp bias only-scan", "head_dim of hidden_size-scan", "width not of whole blocks-scan"),
+)
 @pytest.mark.parametrize(("variant", "layer_loop"), [(v, "scan") for v in VARIANTS] + [(v, "unroll") for v in UNROLLED])
 def test_logits(variant, layer_loop, tmp_path):
     """Rows of one document and of several with padding."""

@@ -26,6 +26,7 @@ def adapted():
     return tiny.adapted(tiny.model(folder, CONFIG), target_modules=["q_proj", "v_proj", "down_proj"])
 
 
+@pytest.mark.exhaustive("int4-32-None", "int8-int8", "fp8-row-fp8", "fp8-block-fp8-128")
 @pytest.mark.parametrize(
     ("weights", "activations"),
     [

@@ -107,9 +107,10 @@ TEN = (
 )
 
 
-#: One of each mechanism; "everything" has the others' ranks, scales, layers and dropout, schedule and clipping.
+#: One of each mechanism; "everything" has the others' ranks, scales, layers and dropout, schedule and clipping, and
+#: "all-linear" is in test_families.py.
 TELLING = (
-    *("target_modules all-linear", "init_lora_weights orthogonal", "modules_to_save lm_head, tied"),
+    *("init_lora_weights orthogonal", "modules_to_save lm_head, tied"),
     *("modules_to_save both, kept tied", "adapters on both, tied", "use_dora on both", "everything"),
 )
 

@@ -256,7 +256,7 @@ def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder, base_comput
     assert_rounded(found, steps.gradients(model(folder, mlp_chunk=128), batch())[1])
 
 
-@pytest.mark.exhaustive("float8")
+@pytest.mark.exhaustive(by="tests/fastjax/execution/test_tensor_parts.py::test_products_in_float8_are_summed")
 @pytest.mark.parametrize("base_compute", ["float8", "float8_backward"])
 def test_several_devices_compute_what_one_does(folder, base_compute):
     ours = model(folder, base_compute=base_compute)

@@ -78,6 +78,7 @@ def test_products_in_float32_are_not_rounded_to_the_inputs_dtype(tokens):
     np.testing.assert_array_equal(pull(product)[0], packed.transposed(product.astype(x.dtype)))
 
 
+@pytest.mark.exhaustive("shape0-False", "shape1-True", "shape2-False", "shape3-True", "shape4-True")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("shape", [(40, 64), (9, 21), (5, 13), (257, 192), (512, 1024)])
 def test_quantising_on_the_device_gives_the_codes_of_the_file_format(nested, shape):

@@ -126,6 +126,11 @@ def assert_equal_to_whole(found, whole):
     close(found[-1:], whole[-1:])  # the last evaluation
 
 
+@pytest.mark.exhaustive(
+    by="test_the_memory_of_a_device_decides, "
+    "tests/fastjax/training/test_checkpoint_parts.py::test_a_checkpoint_goes_on_on_any_mesh, "
+    "tests/fastjax/runs/test_settings_changes.py::test_what_makes_another_state_is_refused"
+)
 def test_the_same_rows_on_other_meshes(run, whole):
     """Begun on a mesh, data parallel and sharded, resumed on one device: the figures of one device to the end."""
     run("moved", 2, {"data": 2, "fsdp": 2})
@@ -135,7 +140,10 @@ def test_the_same_rows_on_other_meshes(run, whole):
         run("moved", 8, {"data": 4, "fsdp": 1}, resume=True, rows=16)
 
 
-@pytest.mark.exhaustive(by="test_the_same_rows_on_other_meshes")
+@pytest.mark.exhaustive(
+    by="test_the_memory_of_a_device_decides, "
+    "tests/fastjax/training/test_checkpoint_parts.py::test_a_checkpoint_goes_on_on_any_mesh"
+)
 def test_a_run_of_one_device_goes_on_on_eight(run, whole):
     run("spread", 2, ALONE)
     run("spread", 4, {"data": 1, "fsdp": 8}, resume=True)

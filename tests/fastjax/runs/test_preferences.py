@@ -58,8 +58,8 @@ def model(base):
 
 
 @pytest.mark.exhaustive(
-    by="tests/fastjax/runs/test_references.py::test_losses_are_those_of_a_reference_in_the_step, "
-    "tests/fastjax/runs/test_reward_models.py::test_a_run_from_python"
+    by="tests/fastjax/cli/test_import_preferences.py::test_an_imported_run_over_preferences_trains, "
+    "tests/fastjax/parity/test_preferences.py::test_ten_steps"
 )
 @pytest.mark.parametrize(
     ("section", "axes", "shown", "atol"),

@@ -57,6 +57,11 @@ def run(tmp_path, capsys):
     return run
 
 
+@pytest.mark.exhaustive(
+    by="test_what_is_kept, "
+    "tests/fastjax/training/preferences/test_losses.py::test_a_reference_that_was_computed_before, "
+    "tests/fastjax/cli/test_import_preferences.py::test_an_imported_run_over_preferences_trains"
+)
 def test_losses_are_those_of_a_reference_in_the_step(run, tmp_path):
     content = run.content
     assert "log-probabilities" not in run()

@@ -59,6 +59,10 @@ def folders(model, base, tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/training/preferences/test_reward.py::test_scores_losses_and_packing, "
+    "tests/fastjax/parity/test_preferences.py::test_ten_steps"
+)
 def test_a_run_from_python(model, tmp_path):
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 1}
     args = RewardConfig(output_dir=str(tmp_path), max_length=None, eval_strategy="steps", **optimizer, **SHARED)

@@ -25,6 +25,7 @@ def sums(model, *, key=None):
     return jax.device_get(loss_sums(model.module(), model.trainable_filter, rows, key=key))
 
 
+@pytest.mark.exhaustive("trained and tied", "adapted")
 @pytest.mark.parametrize("kind", ["frozen", "trained and tied", "adapted"])
 def test_smoothing_and_z_loss_are_of_training_alone_and_reported_apart(kind):
     """Beside whole logits of the same model, in value and in the gradient of every trained array."""

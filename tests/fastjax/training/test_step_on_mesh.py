@@ -97,7 +97,10 @@ def trained(kind, mesh=None):
 
 
 # A mixture's layer on devices by experts is held against one device's in parallel/test_experts.py.
-@pytest.mark.exhaustive("qlora-data and fsdp")
+@pytest.mark.exhaustive(
+    by="test_evaluation_on_eight_devices_equals_one, "
+    "tests/fastjax/training/test_every_mesh.py::test_eight_devices_have_the_loss_and_every_gradient_of_one"
+)
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

@@ -211,6 +211,7 @@ def test_a_row_keeps_the_rank_products_of_its_own_adapter(rows, ranks):
     close(down.unfolded(products.sum(0))[:, : sum(ranks)], (wide(h) @ wide(down.lora_A[0]).T) * mask)
 
 
+@pytest.mark.exhaustive("20")
 @pytest.mark.parametrize("rows", [3, 20])
 def test_rows_have_the_rank_products_that_are_chosen(rows):
     """As if the others were zeros, NaN among them too."""

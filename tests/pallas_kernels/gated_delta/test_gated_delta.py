@@ -64,6 +64,7 @@ def compare(operands, ids, dtype, bound, **options):
         assert np.linalg.norm(np.asarray(one, np.float64) - other) <= bound * np.linalg.norm(other)
 
 
+@pytest.mark.exhaustive("64-False", "150-True")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [64, 150])
 def test_output_state_and_gradients_as_token_by_token(length, packed):

@@ -75,6 +75,7 @@ def test_xla_matches_float64(parts, rank):
     close(jax.jit(results, static_argnums=(1,))(arrays, parts), exact(arrays, parts), 1e-6)
 
 
+@pytest.mark.exhaustive("parts0-16-capability0", "parts1-32-capability1")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
@@ -88,6 +89,7 @@ def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
     close([alone], [exact((jnp.zeros_like(residual), *arrays[1:]), parts)[0]], 2**-9)
 
 
+@pytest.mark.exhaustive("parts0-16-True", "parts1-32-False")
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_a_sum_with_a_base_in_float32_is_rounded_once(parts, rank, scales):
@@ -104,6 +106,7 @@ def test_a_sum_with_a_base_in_float32_is_rounded_once(parts, rank, scales):
         assert (np.abs(np.asarray(found, np.float64) - total) <= 2.0**-8 * np.abs(total) + 1e-5).all()
 
 
+@pytest.mark.exhaustive("parts0-16")
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_scales_that_are_left_to_the_sum_change_no_bit(parts, rank):
     residual, base, _, _, b, products, _, _ = operands(parts, rank, jnp.bfloat16)
@@ -123,6 +126,7 @@ def rows_and_absmax(dy):
     return dy, jnp.max(jnp.abs(dy), axis=1).astype(jnp.float32)
 
 
+@pytest.mark.exhaustive("parts0-16")
 @pytest.mark.parametrize(("parts", "rank"), CASES)
 def test_rows_are_rounded_bit_for_bit_where_their_products_are_made(parts, rank):
     b, (dy, absmax) = operands(parts, rank, jnp.bfloat16)[4], rows_and_absmax(operands(parts, rank, jnp.bfloat16)[6])

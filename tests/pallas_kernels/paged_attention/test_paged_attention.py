@@ -48,6 +48,13 @@ def forward(name, splits):
     return interpreted
 
 
+@pytest.mark.exhaustive(
+    *("plain-grouped-xla-1-bfloat16", "plain-grouped-triton-1-bfloat16"),
+    *(f"{case}-grouped-xla-1-float32" for case in ("plain", "window", "soft cap", "window and sinks")),
+    *(f"{case}-grouped-triton-3-bfloat16" for case in ("plain", "window", "soft cap", "window and sinks")),
+    *(f"sinks-{shape}-xla-1-float32" for shape in ("grouped0", "one key head", "as many")),
+    *(f"sinks-{shape}-triton-3-bfloat16" for shape in ("grouped0", "one key head", "as many")),
+)
 @pytest.mark.parametrize(
     "name, splits, dtype", [("xla", 1, "float32"), ("xla", 1, "bfloat16"), *(("triton", s, "bfloat16") for s in (1, 3))]
 )

@@ -65,6 +65,10 @@ def test_xla_matches_float64(offset, dtype):
     close(results(arrays, offset), exact(arrays, offset), dtype)
 
 
+@pytest.mark.exhaustive(
+    *("100-96-float32-0.0", "100-96-bfloat16-1.0", "37-96-bfloat16-0.0", "37-96-float32-1.0"),
+    *("10-64-bfloat16-0.0", "10-64-float16-1.0", "1-96-float16-0.0", "1-96-bfloat16-1.0"),
+)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 # all rows in one program; runs that divide the rows, that do not, and of one row; whole vectors and masked ones

@@ -61,6 +61,9 @@ def test_xla_matches_float64(offset):
     close(jax.jit(results, static_argnums=(1,))(arrays, offset), exact(arrays, offset), 2e-6)
 
 
+@pytest.mark.exhaustive(
+    "0.0-capability0-bfloat16", "1.0-capability0-float16", "0.0-capability1-float16", "1.0-capability1-bfloat16"
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])

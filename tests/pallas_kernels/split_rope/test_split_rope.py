@@ -60,7 +60,7 @@ def assert_rounded_once(found, arrays, **options):
         np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=tolerance, atol=1e-6)
 
 
-@pytest.mark.exhaustive("whole heads", "part of a head, scaled", "padded", "no turn")
+@pytest.mark.exhaustive("part of a head, scaled", "padded", "no turn")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradient_match_float64(case):
     arrays, interleaved = operands(*case), case[3]
@@ -76,7 +76,7 @@ def test_values_and_gradient_match_float64(case):
         assert_rounded_once(found, arrays, interleaved=interleaved)
 
 
-@pytest.mark.exhaustive("part of a head, scaled", "padded", "no turn")
+@pytest.mark.exhaustive("padded", "no turn")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_largest_for_each_token_is_that_of_what_is_written(case):
     (_, gradients, tables, scales), interleaved = operands(*case), case[3]

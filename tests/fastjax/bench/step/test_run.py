@@ -55,7 +55,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
 
 
-@pytest.mark.exhaustive(by="test_packed_rows_with_a_forced_attention, test_several_devices_beside_one")
+@pytest.mark.exhaustive(by="test_packed_rows_with_a_forced_attention")
 def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
@@ -94,6 +94,10 @@ def test_packed_rows_with_a_forced_attention(tmp_path, capsys, here):
         main(["bench", "step", *given, "--attention", "mosaic"])
 
 
+@pytest.mark.exhaustive(
+    by="test_packed_rows_with_a_forced_attention, tests/fastjax/bench/step/test_table.py::test_several_devices, "
+    "tests/fastjax/training/test_every_mesh.py::test_eight_devices_have_the_loss_and_every_gradient_of_one"
+)
 def test_several_devices_beside_one(tmp_path, capsys, here):
     """Rows on devices that share their tokens: the same losses, and the share of the devices' speed."""
     output = tmp_path / "step.json"
