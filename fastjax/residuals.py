@@ -6,7 +6,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 #: The names in use: the projections' results, or the turned heads made of them, the adapters' rank products, the
-#: attention's residuals, tokens gathered by devices that share layers, and the norms' reciprocal root mean squares.
+#: attention's residuals, what devices that share layers or experts gathered of each other's tokens, and the norms'
+#: reciprocal root mean squares.
 SAVED = ("projection", "lora", "attention_out", "attention_lse", "gathered", "rstd")
 #: The input of a layer, which every policy keeps somewhere.
 LAYER_INPUT = "layer_input"

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.lora.rank_products import Matrices, PartSpec, into_dtypes, scaled_B
 from fastjax.lora.units import unit
-from fastjax.parallel import BATCH, local
-from fastjax.parallel.expert_dispatch import Choices, all_tokens, expert_devices, own_choices, own_sums
+from fastjax.parallel import BATCH, devices_along, local
+from fastjax.parallel.expert_dispatch import AXIS, Choices, all_tokens, own_choices, own_sums
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels import few_experts, routed_glu
@@ -134,7 +134,8 @@ def _forward(block: Block, x, weights, experts, arrays: Operands, items):
             for field, name in named.items()
         }
     )
-    return out, (x, weights, experts, saved, arrays)
+    own = (x, weights, experts) if saved.choices is None else (None, None, None)
+    return out, (*own, saved, arrays)
 
 
 def _backward(block: Block, residuals, dout):
@@ -199,8 +200,8 @@ _unit = unit(_forward, _backward, few=_few)
 
 
 def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Array, _Saved]:
-    """The forward pass of one device's tokens, on the devices that hold their experts."""
-    devices = expert_devices()
+    """The sums of one device's tokens, and what it keeps of all tokens' choices among its own experts."""
+    devices = devices_along(AXIS)
     own, apart = block.num_experts // devices, devices > 1
     choices, x = own_choices(experts, weights, own), all_tokens(x)
     order = sort_by_expert(choices.experts, own, absent=apart)
@@ -233,8 +234,8 @@ def _rank_products(part: PartSpec, arrays: Operands, x, sizes, rows=None):
 
 def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operands, dout):
     """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
+    several, choices = saved.choices is not None, saved.choices or Choices(experts, weights)
     x = x if saved.tokens is None else saved.tokens
-    choices = saved.choices or Choices(experts, weights)
     order, dout, dtype, matrices = saved.order, all_tokens(dout), x.dtype, {}
     sizes = order.group_sizes[0]
     expert = _expert_of_rows(choices, order)
@@ -244,14 +245,14 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
         return (array.astype(jnp.float32) * weight[:, None]).astype(dtype)
 
     # dy = dout[order.rows] is gathered in the loads: before the weights, as the router's gradient needs it.
-    low_rank = douter = None
+    low_rank, douter = None, None
     if saved.outer is not None:
         a, b = _scaled(block.down, arrays, dtype)
         douter = grouped_matmul_dx(dout, b, sizes, rows=order.rows)
         low_rank = (douter, a)
     dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
     h, dgate_up, dweight = routed_glu.gradients(saved.gate_up, dh, weight, _computed(sizes), **block.act)
-    if saved.outer is not None and douter is not None:
+    if douter is not None:
         matrices[block.down.name] = (
             grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
             grouped_matmul_dw(weighted(saved.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
@@ -273,15 +274,15 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes, low_rank=low_rank)
     shares = Operands(
         as_weight(arrays.gate_up).grouped_gradient(dgate_up, x, sizes, order.rows),
-        _bias_gradient(arrays.gate_up_bias, dgate_up, expert),
+        _bias_gradient(arrays.gate_up_bias, dgate_up, expert, several),
         as_weight(arrays.down).grouped_gradient(dy, weighted(h), sizes),
-        _bias_gradient(arrays.down_bias, weighted(dy), expert),
+        _bias_gradient(arrays.down_bias, weighted(dy), expert, several),
         into_dtypes(matrices, arrays.matrices),
     )
     # Apart from what is added to it: fused with the router's share, XLA's kernel reads half as fast.
     dx = jax.lax.optimization_barrier(jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype))
-    dweights = dweight[order.inverse].astype(weights.dtype)
-    if saved.choices is not None:  # of pairs that lie elsewhere another device knows it
+    dweights = dweight[order.inverse].astype(choices.weights.dtype)
+    if several:  # of pairs that lie elsewhere another device knows it
         dweights = own_sums(jnp.where(choices.experts < len(sizes), dweights, 0))
     return own_sums(dx), dweights, jax.tree.map(lambda share: share[None], shares)
 
@@ -301,11 +302,14 @@ def _biased(y: Float[Array, "M out"], bias: Float[Array, "X out"] | None, expert
     return y if bias is None else y + bias.astype(y.dtype)[expert]
 
 
-def _bias_gradient(bias: Array | None, dy: Float[Array, "M out"], expert: Int[Array, " M"]) -> Array | None:
-    """The sums of dy over each expert's rows, as a product with its indicator."""
+def _bias_gradient(
+    bias: Array | None, dy: Float[Array, "M out"], expert: Int[Array, " M"], several: bool
+) -> Array | None:
+    """The sums of dy over each expert's rows, as a product with its indicator; `several`: some rows have no expert."""
     if bias is None:
         return None
-    dy = jnp.where((expert < bias.shape[0])[:, None], dy, 0)  # what lies behind the groups may be no number
+    if several:  # what lies behind the groups may be no number
+        dy = jnp.where((expert < bias.shape[0])[:, None], dy, 0)
     here = (jnp.arange(bias.shape[0], dtype=expert.dtype)[:, None] == expert[None, :]).astype(dy.dtype)
     precision = jax.lax.Precision.HIGHEST if dy.dtype == jnp.float32 else None
     return jnp.matmul(here, dy, precision=precision, preferred_element_type=jnp.float32).astype(bias.dtype)

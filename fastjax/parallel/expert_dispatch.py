@@ -10,13 +10,11 @@ All of it is called inside an island, and sums have a fixed order.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from fastjax.parallel.islands import exchange
+from fastjax.parallel.islands import devices_along, exchange_implementation
 from pallas_kernels import token_exchange
 
 AXIS = "expert"
@@ -34,22 +32,15 @@ class Choices(NamedTuple):
     weights: Float[Array, "T k"]
 
 
-def expert_devices() -> int:
-    """The number of devices that the experts lie on: 1 outside of an island over them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[AXIS] if kinds.get(AXIS) == AxisType.Manual else 1
-
-
 def own_choices(experts: Int[Array, "N k"], weights: Float[Array, "N k"], own: int) -> Choices:
-    """What this device computes of all tokens' choices.
+    """The choices of all tokens, as this device's experts have them; on one device the arguments themselves.
 
     Args:
         experts: chosen by each of this device's tokens.
         weights: of these choices.
         own: the number of its experts.
     """
-    if expert_devices() == 1:
+    if devices_along(AXIS) == 1:
         return Choices(experts, weights)
     experts, weights = (lax.all_gather(array, AXIS, axis=0, tiled=True) for array in (experts, weights))
     first = own * lax.axis_index(AXIS).astype(experts.dtype)
@@ -59,9 +50,9 @@ def own_choices(experts: Int[Array, "N k"], weights: Float[Array, "N k"], own: i
 
 def all_tokens(x: Float[Array, "N E"]) -> Float[Array, "T E"]:
     """The rows of all tokens, from each device's own; themselves on one device."""
-    return x if expert_devices() == 1 else token_exchange.all_tokens(x, AXIS, 0, exchange())
+    return x if devices_along(AXIS) == 1 else token_exchange.all_tokens(x, AXIS, 0, exchange_implementation())
 
 
 def own_sums(shares: Float[Array, "T E"]) -> Float[Array, "N E"]:
     """Each own token's sum of what the devices make of it, in float32 and rounded once."""
-    return shares if expert_devices() == 1 else token_exchange.own_sums(shares, AXIS, 0, exchange())
+    return shares if devices_along(AXIS) == 1 else token_exchange.own_sums(shares, AXIS, 0, exchange_implementation())

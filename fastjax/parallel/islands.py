@@ -52,8 +52,8 @@ def knows_devices() -> bool:
     return mesh is not None and np.array_equal(mesh.device_ids.ravel(), np.arange(mesh.size))
 
 
-def exchange() -> str | None:
-    """The implementation of `token_exchange`: of devices that are not known by number XLA's collectives."""
+def exchange_implementation() -> str | None:
+    """The implementation of `token_exchange`: "xla" where devices are not known by number; None: it chooses."""
     return None if knows_devices() else "xla"
 
 

@@ -19,7 +19,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices, devices_along, exchange, local
+from fastjax.parallel.islands import (
+    BATCH,
+    CONTEXT,
+    ROWS,
+    TENSOR,
+    batch_devices,
+    devices_along,
+    exchange_implementation,
+    local,
+)
 from pallas_kernels import token_exchange
 
 
@@ -95,7 +104,7 @@ def all_tokens(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
         x: a device's own.
         axis: `split_axis` of the batch.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.all_tokens(x, TENSOR, axis, exchange())
+    return x if devices_along(TENSOR) == 1 else token_exchange.all_tokens(x, TENSOR, axis, exchange_implementation())
 
 
 def own_sums(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
@@ -105,4 +114,4 @@ def own_sums(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
         x: a device's share of the sum, of all tokens.
         axis: `split_axis` of the batch.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.own_sums(x, TENSOR, axis, exchange())
+    return x if devices_along(TENSOR) == 1 else token_exchange.own_sums(x, TENSOR, axis, exchange_implementation())

@@ -88,7 +88,8 @@ def grouped_matmul_dw(
     """dw[g] = Σ dy_i x_iᵀ over the rows of group g; zeros for an empty one. Not differentiable.
 
     Args:
-        dy: gradient of the products.
+        dy: gradient of the products. Of its rows past the last group the first `ZEROS_BEHIND` are finite, and so are
+            x's, if those are not gathered; the others are not read.
         x: of dy's dtype.
         group_sizes: as in `grouped_matmul`.
         rows: as in `grouped_matmul`, for x.
@@ -124,9 +125,10 @@ def _matmul_forward(x, w, group_sizes, rows, low_rank, implementation):
 
 def _matmul_backward(implementation, kept, dy):
     x, w, group_sizes, rows, low_rank = kept
+    own = jnp.arange(dy.shape[0])[:, None] < jnp.sum(group_sizes)
+    dy = jnp.where(own, dy, 0)
     transposed = functools.partial(grouped_matmul_dx, dy, group_sizes=group_sizes, implementation=implementation)
     outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
-    own = jnp.arange(dy.shape[0])[:, None] < jnp.sum(group_sizes)
     dx = jnp.where(own, transposed(w), 0)
     if rows is not None:
         dx = with_automatic_axes(functools.partial(_summed, x), dx, rows, rows_like=x)

@@ -9,6 +9,8 @@ Implementations, in order of preference:
 - ``xla``: everything else; it computes all rows.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -37,9 +39,10 @@ def routed_glu(
         implementation: None, "mosaic" or "xla".
 
     Raises:
+        ValueError: an unknown activation, shapes or dtypes that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    facts = {"dtype": gate_up.dtype, "shape": gate_up.shape, "activation": activation, "clamp": clamp}
+    facts = _facts(gate_up, activation, clamp)
     chosen = REGISTRY.choose(implementation, direction="forward", **facts)
     return REGISTRY[chosen].forward(gate_up, rows, activation, clamp)
 
@@ -57,7 +60,7 @@ def gradients(
     """Gradients of w·h, and h = act(gate) · up again: (h, dgate_up, dw); dw is ⟨dh, h⟩ of a row, summed in float32.
 
     Args:
-        gate_up: as for `routed_glu`.
+        gate_up: as for `routed_glu`; so is what the results have behind the rows.
         dh: the gradient of h where w is 1, of its dtype.
         weights: w, float32.
         rows: as for `routed_glu`.
@@ -66,11 +69,24 @@ def gradients(
         implementation: as for `routed_glu`.
 
     Raises:
+        ValueError: an unknown activation, shapes or dtypes that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    facts = {"dtype": gate_up.dtype, "shape": gate_up.shape, "activation": activation, "clamp": clamp}
+    facts = _facts(gate_up, activation, clamp)
+    count, width = gate_up.shape
+    if (dh.shape, dh.dtype, weights.shape) != ((count, width // 2), gate_up.dtype, (count,)):
+        raise ValueError(
+            f"routed_glu.gradients: expected dh [{count}, {width // 2}] in {gate_up.dtype} and weights [{count}], "
+            f"given {list(dh.shape)} in {dh.dtype} and {list(weights.shape)}"
+        )
     chosen = REGISTRY.choose(implementation, direction="backward", **facts)
     return REGISTRY[chosen].backward(gate_up, dh, weights, rows, activation, clamp)
+
+
+def _facts(gate_up: Array, activation: str, clamp: tuple[float, float] | None) -> dict[str, Any]:
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"routed_glu: expected gate_up [M, 2F], given {list(gate_up.shape)}")
+    return {"dtype": gate_up.dtype, "shape": gate_up.shape, "activation": activation, "clamp": clamp}
 
 
 def _why_not_mosaic(
@@ -105,9 +121,9 @@ def _xla_gradients(
     gate_up: Array, dh: Array, weights: Array, _, activation: str, clamp: tuple[float, float] | None
 ) -> tuple[Array, Array, Array]:
     h, pull = jax.vjp(lambda gate_up: _xla(gate_up, None, activation, clamp), gate_up)
-    wide = dh.astype(weights.dtype)
-    (dgate_up,) = pull((wide * weights[:, None]).astype(dh.dtype))
-    return h, dgate_up, jnp.sum(wide * h.astype(weights.dtype), axis=1)
+    wide, summed = dh.astype(jnp.float64 if dh.dtype == jnp.float64 else jnp.float32), weights.dtype
+    (dgate_up,) = pull((wide * weights[:, None].astype(wide.dtype)).astype(dh.dtype))
+    return h, dgate_up, jnp.sum(wide * h.astype(wide.dtype), axis=1).astype(summed)
 
 
 #: forward(gate_up, rows, activation, clamp) -> h; backward(gate_up, dh, weights, rows, activation, clamp) -> the three

@@ -1,6 +1,6 @@
 """Mosaic kernels for Hopper GPUs: passes over the rows that have an expert, and over no others.
 
-Two thread blocks of one warpgroup a multiprocessor and warp loop over tiles of rows. A tile of 64 columns at a time is
+Up to eight thread blocks of one warpgroup a multiprocessor loop over tiles of rows. A tile of 64 columns at a time is
 loaded into registers, 16 bytes a thread; nothing goes through shared memory, and the sums over a row stay in registers
 until its last columns. XLA hands these kernels the layer's rows where they lie in the stack that the loop keeps.
 """
@@ -33,7 +33,7 @@ def forward(gate_up: Float[Array, "M 2F"], rows: Int[Array, ""], *, interpret: A
 
     Args:
         gate_up: bfloat16 or float16; at least `ROWS` rows, F a multiple of `COLUMNS`.
-        rows: how many; the others are not written.
+        rows: how many; those behind them, up to a whole tile, are read and written too, the others neither.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     count, width = gate_up.shape

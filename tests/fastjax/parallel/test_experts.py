@@ -15,7 +15,7 @@ from fastjax.parallel import make_mesh
 from fastjax.quantization import MXFP4Weight
 from pallas_kernels import routed_glu
 from pallas_kernels.grouped_matmul import ZEROS_BEHIND
-from pallas_kernels.grouped_matmul.api import DX, MATMUL
+from pallas_kernels.grouped_matmul.api import DW, DX, MATMUL
 from tests.fastjax.lora import test_experts as unit
 from tests.fastjax.lora.conftest import Maker
 from tests.support import steps
@@ -108,7 +108,10 @@ def test_no_token_is_dropped_where_all_choose_the_same_experts():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Of what the rows behind a product's groups hold the first are zeros, the rest NaN; so the gated block's."""
+    """A context in which rows behind products' groups, and the gated block's, are NaN, but for a product's zeros.
+
+    Sums over rows take in as many as those zeros, as Hopper's do of one operand.
+    """
 
     def behind(rows, array):
         return jnp.where((jnp.arange(array.shape[0]) < rows).reshape(-1, *[1] * (array.ndim - 1)), array, jnp.nan)
@@ -119,6 +122,16 @@ def poisoned(monkeypatch):
     def of_product(implementation):
         def product(x, w, sizes, *arguments):
             return behind(jnp.sum(sizes) + ZEROS_BEHIND, implementation.forward(x, w, sizes, *arguments))
+
+        return implementation._replace(forward=product)
+
+    def of_sum(implementation):
+        def product(dy, x, sizes, rows, *, dtype):
+            first = jnp.sum(sizes)
+            near = (jnp.arange(len(dy)) >= first) & (jnp.arange(len(dy)) < first + ZEROS_BEHIND)
+            read = [jnp.where(near[:, None], array, 0) for array in (dy, *([x] if rows is None else []))]
+            nothing = sum(0 * jnp.sum(array.astype(jnp.float32)) for array in read)
+            return (implementation.forward(dy, x, sizes, rows, dtype=dtype) + nothing).astype(dtype)
 
         return implementation._replace(forward=product)
 
@@ -133,6 +146,7 @@ def poisoned(monkeypatch):
 
     poison(MATMUL, "xla", of_product)
     poison(DX, "xla", of_product)
+    poison(DW, "xla", of_sum)
     poison(routed_glu.REGISTRY, "xla", of_glu)
     monkeypatch.setattr(unit, "TOKENS", 512)
     for cached in (unit.routing, operands):

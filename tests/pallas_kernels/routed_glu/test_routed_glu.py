@@ -61,6 +61,16 @@ def test_the_definition(dtype, options):
     assert_close((h, *others), exact(*operands, **options), dtype, 64)
 
 
+def test_shapes_that_do_not_fit_are_refused():
+    gate_up, dh, weights = draw(64, 128, "float32", 64, 0)
+    with pytest.raises(ValueError, match=r"expected gate_up \[M, 2F\], given \[64, 255\]"):
+        routed_glu(gate_up[:, 1:], jnp.int32(64), **QWEN)
+    with pytest.raises(ValueError, match=r"expected dh \[64, 128\] .* given \[64, 64\] in float32 and \[64\]"):
+        gradients(gate_up, dh[:, :64], weights, jnp.int32(64), **QWEN)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        routed_glu(gate_up, jnp.int32(64), activation="nothing")
+
+
 # The last tile is moved back where rows are no whole tiles; 70 rows take three tiles.
 @pytest.mark.parametrize(("rows", "computed"), [(104, 70), (100, 100), (32, 1), (64, 0)])
 def test_interpreted(rows, computed):
