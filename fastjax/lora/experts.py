@@ -252,7 +252,7 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
         low_rank = (douter, a)
     dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
     h, dgate_up, dweight = routed_glu.gradients(saved.gate_up, dh, weight, _computed(sizes), **block.act)
-    if douter is not None:
+    if saved.outer is not None and douter is not None:
         matrices[block.down.name] = (
             grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
             grouped_matmul_dw(weighted(saved.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
