@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.lora.rank_products import Matrices, PartSpec, into_dtypes, scaled_B
 from fastjax.lora.units import unit
-from fastjax.parallel import BATCH, devices_along, local
-from fastjax.parallel.expert_dispatch import AXIS, Choices, all_tokens, own_choices, own_sums
+from fastjax.parallel import BATCH, all_tokens, devices_along, local, own_sums
+from fastjax.parallel.expert_dispatch import AXIS, Choices, own_choices
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels import few_experts, routed_glu
@@ -203,7 +203,7 @@ def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Arra
     """The sums of one device's tokens, and what it keeps of all tokens' choices among its own experts."""
     devices = devices_along(AXIS)
     own, apart = block.num_experts // devices, devices > 1
-    choices, x = own_choices(experts, weights, own), all_tokens(x)
+    choices, x = own_choices(experts, weights, own), all_tokens(x, along=AXIS)
     order = sort_by_expert(choices.experts, own, absent=apart)
     sizes = order.group_sizes
     expert = _expert_of_rows(choices, order)
@@ -215,7 +215,7 @@ def _products(block: Block, x, weights, experts, arrays: Operands) -> tuple[Arra
     y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
     out = combine(_biased(y, arrays.down_bias, expert), choices.weights, order)
     came = (choices, x) if apart else (None, None)
-    return own_sums(out), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer, *came)
+    return own_sums(out, along=AXIS), _Saved(order._replace(group_sizes=sizes[None]), gate_up, inner, outer, *came)
 
 
 def _computed(sizes: Int[Array, " X"]) -> Int[Array, ""]:
@@ -236,7 +236,7 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
     several, choices = saved.choices is not None, saved.choices or Choices(experts, weights)
     x = x if saved.tokens is None else saved.tokens
-    order, dout, dtype, matrices = saved.order, all_tokens(dout), x.dtype, {}
+    order, dout, dtype, matrices = saved.order, all_tokens(dout, along=AXIS), x.dtype, {}
     sizes = order.group_sizes[0]
     expert = _expert_of_rows(choices, order)
     weight = choices.weights.reshape(-1)[order.order].astype(jnp.float32)  # of each sorted row
@@ -283,8 +283,8 @@ def _gradients(block: Block, x, weights, experts, saved: _Saved, arrays: Operand
     dx = jax.lax.optimization_barrier(jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype))
     dweights = dweight[order.inverse].astype(choices.weights.dtype)
     if several:  # of pairs that lie elsewhere another device knows it
-        dweights = own_sums(jnp.where(choices.experts < len(sizes), dweights, 0))
-    return own_sums(dx), dweights, jax.tree.map(lambda share: share[None], shares)
+        dweights = own_sums(jnp.where(choices.experts < len(sizes), dweights, 0), along=AXIS)
+    return own_sums(dx, along=AXIS), dweights, jax.tree.map(lambda share: share[None], shares)
 
 
 def _scaled(

@@ -4,7 +4,7 @@ Device d of the mesh axis `expert` holds the experts d·X/n to (d + 1)·X/n - 1.
 makes of each one the sum of its own experts, and these sums are added up where the token is. Shapes are static, so
 there is room for all tokens everywhere, and none is ever dropped. The room is hardly larger than what has to travel: of
 8 choices among 128 experts nine tokens in ten go to each of four devices, two in three to each of eight; and whole it
-needs no order of its own: tokens are read in the other devices' memory as they lie (`pallas_kernels.token_exchange`).
+needs no order of its own: tokens and sums travel as they lie (`tokens.all_tokens` and `own_sums`, along `expert`).
 All of it is called inside an island, and sums have a fixed order.
 """
 
@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fastjax.parallel.islands import devices_along, exchange_implementation
-from pallas_kernels import token_exchange
+from fastjax.parallel.islands import devices_along
 
 AXIS = "expert"
 
@@ -46,13 +45,3 @@ def own_choices(experts: Int[Array, "N k"], weights: Float[Array, "N k"], own: i
     first = own * lax.axis_index(AXIS).astype(experts.dtype)
     here = (experts >= first) & (experts < first + own)
     return Choices(jnp.where(here, experts - first, own), jnp.where(here, weights, 0))
-
-
-def all_tokens(x: Float[Array, "N E"]) -> Float[Array, "T E"]:
-    """The rows of all tokens, from each device's own; themselves on one device."""
-    return x if devices_along(AXIS) == 1 else token_exchange.all_tokens(x, AXIS, 0, exchange_implementation())
-
-
-def own_sums(shares: Float[Array, "T E"]) -> Float[Array, "N E"]:
-    """Each own token's sum of what the devices make of it, in float32 and rounded once."""
-    return shares if devices_along(AXIS) == 1 else token_exchange.own_sums(shares, AXIS, 0, exchange_implementation())

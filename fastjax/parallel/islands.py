@@ -52,11 +52,6 @@ def knows_devices() -> bool:
     return mesh is not None and np.array_equal(mesh.device_ids.ravel(), np.arange(mesh.size))
 
 
-def exchange_implementation() -> str | None:
-    """The implementation of `token_exchange`: "xla" where devices are not known by number; None: it chooses."""
-    return None if knows_devices() else "xla"
-
-
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Run an operation on each device's own part of its arguments.
 

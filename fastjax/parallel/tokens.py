@@ -19,16 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel.islands import (
-    BATCH,
-    CONTEXT,
-    ROWS,
-    TENSOR,
-    batch_devices,
-    devices_along,
-    exchange_implementation,
-    local,
-)
+from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices, devices_along, knows_devices, local
 from pallas_kernels import token_exchange
 
 
@@ -97,21 +88,28 @@ def rows_split(rows: int) -> P:
     return P((*BATCH, TENSOR), CONTEXT) if split_axis(rows) == 0 else ROWS
 
 
-def all_tokens(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
-    """The tokens of all devices along `tensor`, in order, from each one's own; on one device themselves.
+def all_tokens(x: Float[Array, "..."], axis: int = 0, along: str = TENSOR) -> Float[Array, "..."]:
+    """The tokens of all devices along a mesh axis, in order, from each one's own; on one device themselves.
 
     Args:
         x: a device's own.
-        axis: `split_axis` of the batch.
+        axis: of x, on which they are joined; between the layers `split_axis` of the batch.
+        along: the mesh axis.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.all_tokens(x, TENSOR, axis, exchange_implementation())
+    return x if devices_along(along) == 1 else token_exchange.all_tokens(x, along, axis, _implementation())
 
 
-def own_sums(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:
-    """The sum over the devices along `tensor`, of each one's own tokens; the way back from `all_tokens`.
+def own_sums(x: Float[Array, "..."], axis: int = 0, along: str = TENSOR) -> Float[Array, "..."]:
+    """The sum over the devices along a mesh axis, of each one's own tokens; the way back from `all_tokens`.
 
     Args:
         x: a device's share of the sum, of all tokens.
-        axis: `split_axis` of the batch.
+        axis: as for `all_tokens`.
+        along: the mesh axis.
     """
-    return x if devices_along(TENSOR) == 1 else token_exchange.own_sums(x, TENSOR, axis, exchange_implementation())
+    return x if devices_along(along) == 1 else token_exchange.own_sums(x, along, axis, _implementation())
+
+
+def _implementation() -> str | None:
+    """The implementation of exchanges: of devices that are not known by number XLA's collectives."""
+    return None if knows_devices() else "xla"

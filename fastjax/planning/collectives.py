@@ -15,7 +15,7 @@ from pallas_kernels.cards import Card
 
 #: Share of the link's bandwidth that an all-reduce of 1 GiB reaches: 281 of 450 GB/s of an H200's NVLink.
 LINK_SHARE = 0.62
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 #: The kind of what kernels read in other devices' memory, beside the collectives.
 READ = "peer-read"
 #: Share of the link's bandwidth that these reach: 357 of 450 GB/s, two H100s.

@@ -49,9 +49,7 @@ MIXTURE = CONFIG | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-COLLECTIVE = re.compile(
-    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
-)
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def compiled_step(layer_loop: str, *, cpus: bool = False, **options):
