@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
@@ -53,9 +54,9 @@ class TensorTokens(Tokens):
         """The tokens of all devices along `tensor`."""
         return all_tokens(x, self.split)
 
-    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    def own_sums(self, x: Float[Array, "B S E"], travel: DTypeLike | None = None) -> Float[Array, "B S E"]:
         """Sums over the devices along `tensor`, of this one's tokens."""
-        return own_sums(x, self.split)
+        return own_sums(x, self.split, travel=travel)
 
 
 class TensorAxes(NamedTuple):

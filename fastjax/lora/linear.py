@@ -141,7 +141,7 @@ def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     products = chosen_products(parts, matrices, rank_products(parts, matrices, read, key))
     inner = name_residual(parts[0].tokens.own_sums(products), "lora")
     lora_B = stacked_B(parts, matrices, x.dtype)
-    y = add_products(parts, large_product(parts, weight, x), inner, lora_B, None if scales else residual)
+    y = add_products(parts, large_product(parts, weight, x, x.dtype), inner, lora_B, None if scales else residual)
     before = y = name_residual(y, "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)

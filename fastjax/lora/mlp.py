@@ -130,9 +130,9 @@ def _forward(block: Block, x, residual, arrays: Operands):
         chosen = chosen_products((block.down,), arrays.matrices, product_down)
         product_down = name_residual(tokens.own_sums(chosen), "lora")
         lora_B = stacked_B((block.down,), arrays.matrices, x.dtype)
-        y = add_products((block.down,), large_product((block.down,), below, h), product_down, lora_B, residual)
+        y = add_products((block.down,), large_product((block.down,), below, h, x.dtype), product_down, lora_B, residual)
     else:
-        y = scaled_values(large_product((block.down,), below, h)).astype(x.dtype)
+        y = scaled_values(large_product((block.down,), below, h, x.dtype)).astype(x.dtype)
         y = y if residual is None else residual + y
     products = None if inner is None else inner.products
     return y, (x, gate_up, products, product_down, arrays, residual is not None)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
@@ -186,24 +187,25 @@ def rank_product_gradients(
 
 
 def large_product(
-    parts: Sequence[PartSpec], weight: WeightLike, x: Float[Array, "B S in"] | Rounded
+    parts: Sequence[PartSpec], weight: WeightLike, x: Float[Array, "B S in"] | Rounded, dtype: DTypeLike
 ) -> Float[Array, "B S out"] | Scaled:
     """x·Wᵀ as `add_products` takes it: summed over the devices that share the layer, for this device's tokens alone.
 
     Beside adapters it is in float32, so that the sum is rounded once (of up to 64 rows NF4's kernel may round before).
     Of a product that is rounded before, a sum with a fresh adapter's small addend is mostly the product again, or one
-    more addend brings it where the small one counts many times.
+    more addend brings it where the small one counts many times. A device's own share is not, the others' may be.
 
     Args:
         parts: of the weight.
         weight: [out, in].
         x: the input, in float8 where the weight's products read that.
+        dtype: of the computation, in which shares of the sum travel.
     """
     large: Any = as_weight(weight)
     product = large.matmul_scaled(x, jnp.float32 if with_adapter(parts) else None)
     if not parts[0].tokens.shared:
         return product
-    return parts[0].tokens.own_sums(scaled_values(product).astype(product_of(product).dtype))
+    return parts[0].tokens.own_sums(scaled_values(product).astype(product_of(product).dtype), dtype)
 
 
 def add_products(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from fastjax.parallel import ROWS, SHARES, local
@@ -28,8 +29,8 @@ class Tokens:
         """The tokens of all devices, from each one's own."""
         return x
 
-    def own_sums(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """The sums over the devices, of each one's own tokens."""
+    def own_sums(self, x: Float[Array, "B S E"], travel: DTypeLike | None = None) -> Float[Array, "B S E"]:
+        """The sums over the devices, of each one's own tokens; shares of other devices are rounded to `travel`."""
         return x
 
 

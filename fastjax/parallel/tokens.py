@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices, devices_along, knows_devices, local
@@ -99,15 +100,18 @@ def all_tokens(x: Float[Array, "..."], axis: int = 0, along: str = TENSOR) -> Fl
     return x if devices_along(along) == 1 else token_exchange.all_tokens(x, along, axis, _implementation())
 
 
-def own_sums(x: Float[Array, "..."], axis: int = 0, along: str = TENSOR) -> Float[Array, "..."]:
+def own_sums(
+    x: Float[Array, "..."], axis: int = 0, along: str = TENSOR, travel: DTypeLike | None = None
+) -> Float[Array, "..."]:
     """The sum over the devices along a mesh axis, of each one's own tokens; the way back from `all_tokens`.
 
     Args:
         x: a device's share of the sum, of all tokens.
         axis: as for `all_tokens`.
         along: the mesh axis.
+        travel: dtype of the shares that travel; None: that of x.
     """
-    return x if devices_along(along) == 1 else token_exchange.own_sums(x, along, axis, _implementation())
+    return x if devices_along(along) == 1 else token_exchange.own_sums(x, along, axis, _implementation(), travel)
 
 
 def _implementation() -> str | None:

@@ -6,6 +6,9 @@ Implementations, in order of preference:
   1 MiB or more, of each row whole pieces of 2 KiB. Each device reads what it needs in the others' memory. It runs in
   the program's own order, and nothing beside it. Sums are made in float32 and rounded once.
 - ``xla``: everything else; XLA's collectives, sums in float32 too.
+
+Shares of a sum in float32 may travel in 16 bits; a device's own share stays as it is. So a sum and what is added to it
+are still rounded once, and no small addend meets a sum that rounding keeps.
 """
 
 import functools
@@ -48,9 +51,13 @@ def all_tokens(
     return REGISTRY[chosen].forward(x, axis_name, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def own_sums(
-    x: Float[Array, "..."], axis_name: str, axis: int, implementation: str | None = None
+    x: Float[Array, "..."],
+    axis_name: str,
+    axis: int,
+    implementation: str | None = None,
+    travel: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """Reduce-scatter along a mesh axis, in an island; the transpose of `all_tokens`, and differentiable as that is.
 
@@ -59,22 +66,25 @@ def own_sums(
         axis_name: of the mesh axis; the island is over all axes of the mesh.
         axis: of x, along which it is split, counted from its first.
         implementation: None, "mosaic" or "xla".
+        travel: dtype to which addends for other devices are rounded; None: that of x. The sums have that of x.
 
     Raises:
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     devices = lax.axis_size(axis_name)
     part = math.prod(x.shape[axis:]) // devices
-    chosen = REGISTRY.choose(implementation, direction="backward", part=part, size=x.size // devices, dtype=x.dtype)
-    return REGISTRY[chosen].backward(x, axis_name, axis)
+    travel = jnp.dtype(travel or x.dtype)
+    chosen = REGISTRY.choose(implementation, direction="backward", part=part, size=x.size // devices, dtype=travel)
+    return REGISTRY[chosen].backward(x, axis_name, axis, travel)
 
 
 def _linear(function: Any, back: Any) -> None:
-    def forward(x: Array, axis_name: str, axis: int, implementation: str | None) -> tuple[Array, None]:
-        return function(x, axis_name, axis, implementation), None
+    def forward(x: Array, *static: Any) -> tuple[Array, None]:
+        return function(x, *static), None
 
-    def backward(axis_name: str, axis: int, implementation: str | None, _: None, dy: Array) -> tuple[Array]:
-        return (back(dy, axis_name, axis, implementation),)
+    def backward(*arguments: Any) -> tuple[Array]:
+        *static, _, dy = arguments
+        return (back(dy, *static[:3]),)
 
     function.defvjp(forward, backward)
 
@@ -99,16 +109,20 @@ def _gather(x: Array, axis_name: str, axis: int) -> Array:
     return lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
-def _scatter(x: Array, axis_name: str, axis: int) -> Array:
-    if x.dtype.itemsize >= 4:
+def _scatter(x: Array, axis_name: str, axis: int, travel: Any) -> Array:
+    if travel.itemsize >= 4:
         return lax.psum_scatter(x, axis_name, scatter_dimension=axis, tiled=True)
     # As many bytes as a reduce-scatter's, which would round at each device.
     parts = x.reshape(*x.shape[:axis], lax.axis_size(axis_name), -1, *x.shape[axis + 1 :])
-    shares = lax.all_to_all(parts, axis_name, axis, axis, tiled=True)
+    shares = lax.all_to_all(parts.astype(travel), axis_name, axis, axis, tiled=True)
+    if x.dtype != travel:
+        device = lax.axis_index(axis_name)
+        own = lax.dynamic_index_in_dim(parts, device, axis)
+        shares = lax.dynamic_update_index_in_dim(shares.astype(x.dtype), own, device, axis)
     return jnp.sum(shares, axis=axis, dtype=jnp.float32).astype(x.dtype)
 
 
-#: forward(own part, axis_name, axis) -> all parts; backward(shares of all, axis_name, axis) -> own sums
+#: forward(own part, axis_name, axis) -> all parts; backward(shares of all, axis_name, axis, travel) -> own sums
 REGISTRY = Registry(
     "token_exchange",
     {

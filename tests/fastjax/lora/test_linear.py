@@ -9,6 +9,7 @@ from flax import nnx
 from fastjax.lora import reference
 from fastjax.lora.linear import project, split_parts
 from fastjax.lora.params import LoraEmbedding, LoraLinear
+from fastjax.lora.units import Tokens
 from fastjax.quantization.float8 import in_float8
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, counted, value_and_gradients
 
@@ -200,3 +201,26 @@ def test_an_embeddings_adapter_equals_the_plain_table(dora):
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # float32, sums of a few dozen products
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-6 * np.abs(theirs).max())
+
+
+class Recorded(Tokens):
+    """One device of a layer that several share, and the dtypes of what it sums."""
+
+    shared = True
+
+    def __init__(self):
+        self.sums = []
+
+    def own_sums(self, x, travel=None):
+        self.sums.append((x.dtype, travel))
+        return x
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_product_beside_an_adapter_is_summed_in_float32_and_travels_in_the_computations_dtype(dtype):
+    maker, tokens = Maker(0), Recorded()
+    adapters = {"o_proj": maker.adapter(8, 128, dtype=dtype)}
+    weight, x = maker.normal(128, WIDTH).astype(dtype), maker.normal(BATCH, LENGTH, WIDTH).astype(dtype)
+    y = project((("o_proj", 128),), weight, adapters, x, None, tokens=tokens)
+    assert tokens.sums == [(dtype, None), (jnp.float32, dtype)]  # the rank products first
+    np.testing.assert_array_equal(y, project((("o_proj", 128),), weight, adapters, x, None))

@@ -112,7 +112,7 @@ def test_tokens_are_read_where_devices_are_known_in_order(monkeypatch, numbers, 
     """Mosaic takes them by number alone; of an ambient mesh the program may be lowered without it."""
     asked = []
     for name in ("all_tokens", "own_sums"):
-        monkeypatch.setattr(token_exchange, name, lambda x, axis_name, axis, forced: asked.append(forced) or x)
+        monkeypatch.setattr(token_exchange, name, lambda x, axis_name, axis, forced, *_: asked.append(forced) or x)
     mesh = make_mesh(tensor=2, devices=[jax.devices()[number] for number in numbers or (0, 1)])
     known = contextlib.nullcontext() if numbers is None else islands_on(mesh)
 

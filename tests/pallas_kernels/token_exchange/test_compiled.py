@@ -24,19 +24,22 @@ def cards(number):
     return AOT("h200", gpus=number)
 
 
-def both(x):
-    return own_sums(all_tokens(x, "x", 0), "x", 0)
+def island(number, tokens, dtype, travel=None):
+    def both(x):
+        return own_sums(all_tokens(x, "x", 0), "x", 0, None, travel)
 
-
-def island(number, tokens, dtype):
     aot = cards(number)
     local = jax.shard_map(both, mesh=aot.mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     return local, aot.spec((8, tokens, 4096), dtype, P("x"))
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(2, jnp.float32), (4, jnp.bfloat16), (8, jnp.float32)])
-def test_kernels_do_not_spill(number, dtype, tmp_path, monkeypatch):
-    used = resources.of_mosaic(cards(number), *island(number, 2048, dtype), folder=tmp_path, monkeypatch=monkeypatch)
+@pytest.mark.parametrize(
+    ("number", "dtype", "travel"),
+    [(2, jnp.float32, None), (4, jnp.bfloat16, None), (4, jnp.float32, jnp.bfloat16), (8, jnp.float32, jnp.bfloat16)],
+)
+def test_kernels_do_not_spill(number, dtype, travel, tmp_path, monkeypatch):
+    kernels = island(number, 2048, dtype, travel)
+    used = resources.of_mosaic(cards(number), *kernels, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
     assert used.registers <= 128, "four thread blocks of a multiprocessor's registers, of which two are taken"
 

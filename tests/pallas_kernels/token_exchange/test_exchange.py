@@ -46,6 +46,28 @@ def test_sums_in_16_bits_are_rounded_once(axis):
     np.testing.assert_array_equal(sums, jnp.asarray(shares.sum(axis=0), jnp.bfloat16))
 
 
+@pytest.mark.parametrize(("devices", "axis"), [(2, 1), (4, 0)])
+def test_only_what_travels_is_rounded(devices, axis):
+    """A device's own share counts as it is, the others' in bfloat16; the gradient is that of plain sums."""
+    shape = [4, 4, 8]
+    shape[axis] *= devices
+    shares = np.random.default_rng().normal(size=[devices, *shape]).astype(np.float32)
+
+    def sums(x):
+        return own_sums(x, "tensor", axis, None, jnp.bfloat16)
+
+    found = island(sums, axis, devices)(np.concatenate(shares, axis))
+    rounded = np.asarray(jnp.asarray(shares, jnp.bfloat16), np.float64)
+    for device, piece in enumerate(np.split(np.asarray(found), devices, axis=axis)):
+        addends = rounded.copy()
+        addends[device] = shares[device]
+        exact, expected = (np.split(each, devices, axis + 1)[device].sum(axis=0) for each in (shares, addends))
+        np.testing.assert_allclose(piece, expected, rtol=1e-6, atol=1e-6)
+        assert np.abs(piece - exact).max() > 1e-4
+    gradient = island(lambda x: jax.grad(lambda x: jnp.sum(sums(x)))(x), axis, devices)(np.concatenate(shares, axis))
+    np.testing.assert_array_equal(gradient, np.ones_like(gradient))
+
+
 def test_the_gradient_of_each_is_the_other():
     """The gradient of Σ own_sums(sin(all_tokens(x)))² equals that of Σ (devices · sin x)² on one device."""
     devices, x = 2, jnp.asarray(np.random.default_rng().normal(size=(4, 8)), jnp.float32)

@@ -56,6 +56,18 @@ def test_as_collectives_do(shape, axis, dtype):
     np.testing.assert_allclose(np.asarray(sums, np.float64), exact, rtol=unit, atol=1e-6)
 
 
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+def test_shares_travel_in_16_bits(shape, axis):
+    shape = [size * (devices() if place == axis else 1) for place, size in enumerate(shape)]
+    shares = [np.random.default_rng().normal(size=shape).astype(np.float32) for _ in range(devices())]
+    poison(shape, "float32")
+
+    def sums(name):
+        return island(lambda x: own_sums(x, "tensor", axis, name, jnp.bfloat16), axis)(np.concatenate(shares, axis))
+
+    np.testing.assert_allclose(sums("mosaic"), sums("xla"), rtol=0, atol=2e-6)  # of more than two the order differs
+
+
 def test_nobody_reads_what_is_gone_or_not_yet_there():
     """Two hundred exchanges in a row, in memory that each gives back to the next; devices that are late by turns."""
 
