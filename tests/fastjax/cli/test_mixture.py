@@ -67,7 +67,7 @@ def test_what_is_learnt_and_said(run, capsys):
     assert all(np.any(array != 0) for path, array in arrays.items() if path.endswith("lora_B"))
     model = str(folder.parent / "model")
     generate = ["generate", "--model", model, "--load_in_4bit", "--max_new_tokens", "5", "--prompt", "abc", "--json"]
-    assert main(generate) == 0 and main([*generate, "--adapter", str(folder / "adapter")]) == 0
+    assert main([*generate, "--adapter", str(folder / "adapter")]) == 0
 
 
 @pytest.mark.exhaustive(

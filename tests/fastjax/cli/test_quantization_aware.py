@@ -50,7 +50,7 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
     capsys.readouterr()
     answers = []
     for model in (folder, f"{folder}-int4-32"):
-        assert main(["generate", "--model", str(model), "--prompt", "Ben has", "--raw", "--max_new_tokens", "4"]) == 0
+        assert main(["generate", "--model", str(model), "--prompt", "Ben has", "--raw", "--max_new_tokens", "1"]) == 0
         answers.append(capsys.readouterr())
     assert answers[0].out == answers[1].out
     assert [line for line in answers[0].err.splitlines() if "note" in line] == [

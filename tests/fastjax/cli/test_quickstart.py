@@ -1,7 +1,9 @@
 """The quickstart: it asks, trains, asks again, shows all that and says where the adapter is; and it learns its task."""
 
 import dataclasses
+import html
 import io
+import json
 
 import numpy as np
 import pytest
@@ -42,6 +44,15 @@ def test_it_shows_its_answers_and_its_adapter(tmp_path):
     assert "step 2/2: loss" in text and "asking the base model 2 held-out prompts …" in text
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.count("before training</div>") == page.count("after training</div>") == 2
+    asked = [json.loads(line)["messages"] for line in (tmp_path / "held_out.jsonl").read_text("utf-8").splitlines()]
+    assert page.index("Sample answers") < page.index(html.escape(asked[1][1]["content"]).replace("&quot;", "&#34;"))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, last = [row["samples"] for row in map(json.loads, lines) if row.get("event") == "answered"]
+    assert [sample["prompt"] for sample in first] == [sample["prompt"] for sample in last] and first != last
+    for sample, (question, right), said in zip(last, asked, after.answers, strict=True):
+        assert question["content"] in sample["prompt"] and sample["expected"] == right["content"]
+        both = min(len(sample["answer"]), len(said))
+        assert both and sample["answer"][:both] == said[:both]
     shown = " ".join(text.split())
     for name, answers in (("before", before.answers), ("after", after.answers)):
         assert f"{name} {' '.join(answers[0].split())[:40]}" in shown

@@ -16,7 +16,6 @@ from fastjax.generation.text import answer
 from fastjax.language_model import FastLanguageModel
 from tests.support import saying, tiny
 from tests.support.chat import write_model
-from tests.support.generation import answers_in_ids
 
 QUESTIONS = ["Who bought pens?", "How many?", "And what did Ann say then, after all?"]
 
@@ -43,13 +42,20 @@ def test_scores_are_those_of_the_whole_forward_pass():
     made = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
     documents = [one.tolist() for one in tiny.documents(config, (9, 30, 33, 2, 20, 41), seed=4)]
     examples = [(one[: len(one) // 2], one[len(one) // 2 :]) for one in documents]
-    prompts = [prompt for prompt, _ in examples[:2]]
-    examples += list(zip(prompts, answers_in_ids(made, prompts, max_new_tokens=5), strict=True))
+
+    def logits_of(tokens):
+        row = np.zeros((1, 48), np.int32)  # of one length, for one program: what is behind is not seen
+        row[0, : len(tokens)] = tokens
+        return tiny.logits(made, row)[0, : len(tokens)]
+
+    for prompt in [prompt for prompt, _ in examples[:2]]:
+        said = []
+        for _ in range(5):
+            said.append(int(logits_of([*prompt, *said])[-1].argmax()))
+        examples.append((prompt, said))
     found = completion_scores(made, examples, rows=2)
     for (prompt, completion), score in zip(examples, found, strict=True):
-        row = np.zeros((1, 48), np.int32)  # of one length, for one program: what is behind is not seen
-        row[0, : len(prompt) + len(completion)] = [*prompt, *completion]
-        logits = tiny.logits(made, row)[0, len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        logits = logits_of([*prompt, *completion])[len(prompt) - 1 : -1]
         expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(completion)), completion].sum()
         np.testing.assert_allclose(score.log_prob, expected, rtol=2e-5)
         assert score.tokens == len(completion)

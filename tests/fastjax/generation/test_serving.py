@@ -174,7 +174,7 @@ def test_log_probabilities_are_the_models_own_in_every_place(settings, engine):
 @pytest.mark.parametrize(("going", "waiting", "calls"), [(0, 1, 1), (2, 1, 1), (6, 1, 3), (6, 2, 2), (5, 3, 1)])
 def test_prompts_wait_until_they_are_worth_that_the_others_stand_still(going, waiting, calls):
     """Free rows that a prompt waits for stand idle, and those that go on do while it comes in."""
-    engine = Engine(model(), rows=8, max_length=64, steps=1)
+    engine = Engine(model(), rows=ROWS, tokens=ROOM * 16, steps=1)
     for seed in range(going):
         engine.add(prompt(5, seed), GenerationOptions(max_new_tokens=40))
     engine.step()
@@ -202,7 +202,7 @@ def test_a_prompt_waits_four_steps_and_no_more(monkeypatch):
 
 def test_an_end_is_told_behind_an_error():
     """The step after a cancelled answer is refused, and the next one tells its end."""
-    engine = Engine(model(), rows=4, max_length=64)
+    engine = fresh()
     engine.add(prompt(5), GenerationOptions(max_new_tokens=9))
     number = engine.add(prompt(5, 1), GenerationOptions(max_new_tokens=9))
     engine.step()

@@ -45,7 +45,7 @@ def model(folder, family):
 def test_answers_beyond_the_window(family, tmp_path):
     """Prompts shorter than the window, longer than the ring, and of two pieces; shared ones, in rows used before."""
     made = model(tmp_path, family)
-    engine = Engine(made, rows=3, steps=4)
+    engine = Engine(made, rows=4, steps=4, prefill_tokens=32)
     prompts = [prompt.tolist() for prompt in tiny.documents(STATES[family][0], (3, 29, 43, 7))]
     drawn = GenerationOptions(max_new_tokens=17, temperature=1.0, seed=5)
     requests = [(prompt, dataclasses.replace(drawn, n=n)) for prompt, n in zip(prompts, (1, 2, 3, 1), strict=True)]

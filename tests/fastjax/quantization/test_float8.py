@@ -1,5 +1,7 @@
 """Products in float8 over bases of every format against those of the rounded operands; steps, adapters and refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +152,7 @@ def folder(tmp_path_factory):
     return found
 
 
+@functools.cache
 def model(folder, dtype="bfloat16", **options):
     """Every trained array is random, and small: adapters read outliers too."""
     found = tiny.adapted(tiny.model(folder, CONFIG, load_in_4bit=True, dtype=dtype, **options))
@@ -299,8 +302,9 @@ def test_what_makes_the_rows_of_a_product_rounds_them(folder, base_compute, monk
             return product(weight, rows, *dtype)
 
         monkeypatch.setattr(Float8Compute, name, spied)
+    ours = model(folder, base_compute=base_compute)
     jax.clear_caches()  # what another test has traced is not traced again
-    metrics, found = steps.gradients(model(folder, base_compute=base_compute), batch())
+    metrics, found = steps.gradients(ours, batch())
     width, inner, heads = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_attention_heads"] * 32
     qkv, o = (heads + 2 * CONFIG["num_key_value_heads"] * 32, width), (width, heads)
     gate_up, down = (2 * inner, width), (width, inner)
@@ -310,7 +314,7 @@ def test_what_makes_the_rows_of_a_product_rounds_them(folder, base_compute, monk
     seen[False].clear(), seen[True].clear()
     monkeypatch.setattr(Float8Compute, "reads_rounded", lambda weight, transposed: False)
     jax.clear_caches()
-    plain, expected = steps.gradients(model(folder, base_compute=base_compute), batch())
+    plain, expected = steps.gradients(ours, batch())
     assert not any(rounded for calls in seen.values() for _, rounded in calls)
     # XLA may keep more than bfloat16 between operations that it fuses
     np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-4)

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -41,6 +40,16 @@ def read(folder, scheme, own):
     return found
 
 
+@jax.jit
+def decoded(weight):
+    """A matrix in two dtypes, and rows of it."""
+    return (
+        dequantize(weight, jnp.float32),
+        dequantize(weight, jnp.bfloat16),
+        dequantize(rows_of(weight, slice(60, 100)), jnp.float32),
+    )
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme):
     quantize(plain, tmp_path / "packed", scheme=scheme)
@@ -52,11 +61,8 @@ def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme)
         by_dtype.append(joined)
         right = np.concatenate([values for _, values in parts])
         assert right.dtype == np.dtype(own) and np.abs(right.astype(np.float32)).max() > 0.1
-        for dtype in (np.float32, ml_dtypes.bfloat16):
-            found = jax.jit(lambda weight, dtype=dtype: dequantize(weight, dtype))(joined)
-            assert np.array_equal(np.asarray(found), right.astype(dtype))
-        cut = np.asarray(dequantize(rows_of(joined, slice(60, 100)), jnp.float32))
-        assert np.array_equal(cut, right[60:100].astype(np.float32))
+        for found, expected in zip(decoded(joined), (right, right, right[60:100]), strict=True):
+            assert np.array_equal(np.asarray(found), expected.astype(found.dtype))
     assert isinstance(concatenate(by_dtype), MixedWeight)
     right = right.astype(np.float32)
     # float32 products of rounded values: only the order of sums differs

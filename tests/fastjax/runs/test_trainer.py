@@ -1,6 +1,5 @@
 """Training from Python: what `fastjax train` does with the same settings, over data in memory, and what it is told."""
 
-import html
 import io
 import json
 from pathlib import Path
@@ -17,7 +16,6 @@ import fastjax
 from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, TrainerSettings, TrainingSection
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
-from fastjax.generation.text import answer
 from fastjax.language_model import ModelHandle
 from fastjax.parallel import MeshShape
 from fastjax.runs import checkpointing
@@ -79,7 +77,7 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path, monkeypatch):
         "training": TRAINING,
         "optimizer": OPTIMIZER,
         "parallel": {"data": 1, "fsdp": 1},
-        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2, "sample_answers": 2},
+        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
@@ -112,20 +110,9 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path, monkeypatch):
     assert trainer.model is result.model
     with pytest.raises(ConfigError, match="resume: the run in .* is finished"):
         trainer.train(resume=True)
-    lines = (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()
-    before, samples = [row["samples"] for row in map(json.loads, lines) if row.get("event") == "answered"]
-    assert [sample["prompt"] for sample in before] == [sample["prompt"] for sample in samples] and before != samples
-    asked = [[message["content"] for message in row["messages"]] for row in rows("test", 2)]
-    said = answer(result.model, [question for question, *_ in asked], max_new_tokens=40)
-    for sample, (question, right), text in zip(samples, asked, said, strict=True):
-        assert question in sample["prompt"] and sample["expected"] == right
-        assert sample["answer"].startswith(text) and text
     card = (result.folder / "README.md").read_text(encoding="utf-8")
     assert "| data, train | `train_dataset`; 40 examples" in card and "| best held-out loss |" in card
     assert "\n  max_steps: 4\n" in card and 'PeftModel.from_pretrained(model, "adapter")' in card
-    page = (tmp_path / "command" / "report.html").read_text(encoding="utf-8")
-    assert page.count("before training</div>") == page.count("after training</div>") == 2
-    assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
     monkeypatch.setattr("fastjax.runs.trainer.suited_meshes", suited_meshes)
     monkeypatch.setattr("fastjax.runs.mesh.device_count", lambda: 2)
     own = settings(tmp_path / "two", per_device_train_batch_size=1)
@@ -300,13 +287,13 @@ def test_a_model_says_what_it_is_and_computes_logits_and_answers(model):
     logits = model.logits(tokens)
     assert logits.shape == (2, 24, model.config.vocab_size) and logits.dtype == jnp.float32
     packed = {
-        "segment_ids": np.repeat([[1] * 10 + [2] * 14], 2, 0),
-        "positions": np.repeat([[*range(10), *range(14)]], 2, 0),
+        "segment_ids": np.repeat([[1] * 12 + [2] * 12], 2, 0),
+        "positions": np.repeat([[*range(12), *range(12)]], 2, 0),
     }
-    apart = np.concatenate([model.logits(tokens[:, :10]), model.logits(tokens[:, 10:])], axis=1)
+    apart = np.concatenate([model.logits(tokens[:, :12]), model.logits(tokens[:, 12:])], axis=1)
     np.testing.assert_allclose(model.logits(tokens, **packed), apart, rtol=1e-4, atol=1e-4)  # float32, other shapes
     np.testing.assert_array_equal(model.logits(tokens, adapters=False), logits)  # B is zero
-    (answer,) = model.generate(["Record: Ben bought 9 red pens for 2 coins each."], max_new_tokens=4)
+    (answer,) = model.generate(["Record: Ben bought 9 red pens for 2 coins each."], max_new_tokens=1)
     assert isinstance(answer, str)
     for arguments, message in (
         ((tokens[0],), r"tokens: expected rows of tokens, \[B, S\], got \[24\]"),

@@ -57,7 +57,6 @@ def multiply(gradient, rows, shape, dtype, aot):
 @pytest.mark.exhaustive(
     "False-16-shape0-bfloat16-255",
     "False-64-shape2-float16-168",
-    "False-512-shape6-bfloat16-168",
     "True-512-shape7-bfloat16-168",
 )
 @pytest.mark.parametrize(
