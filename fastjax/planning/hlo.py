@@ -80,24 +80,17 @@ class SharedReads(NamedTuple):
     """The reads of a kernel that reads other devices' memory.
 
     Attributes:
-        whole: bytes of the arrays, of a layer where they are of all, and of all devices.
-        devices: that share them.
-        own: bytes of its other operands and of its results.
+        sent: bytes that come from the other devices, and so what a device sends to them.
+        own: bytes that it moves in its own memory.
     """
 
-    whole: int
-    devices: int
+    sent: int
     own: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that come from the other devices, and so what a device sends to them."""
-        return self.whole * (self.devices - 1) / self.devices
 
     @property
     def moved(self) -> int:
         """Bytes to and from a device's memory: the others read there as much as it reads from them."""
-        return self.whole + self.own
+        return self.sent + self.own
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -130,17 +123,20 @@ def shared_reads(one: Instruction) -> SharedReads | None:
         return None
     layouts = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", one.rest)
     assert layouts is not None, f"{one.name} is a library's call without layouts"
-    if name[1] in (_JOINS, _ADDS):
-        taken, made = (re.findall(r"\w+\[[\d,]*\]", text)[0] for text in (layouts[1], one.shape))
-        whole = made if name[1] == _JOINS else taken  # [rows, devices, …]
-        return SharedReads(size(whole), _dims(whole)[1], size(made))
-    _, first, *rest = re.findall(r"\w+\[[\d,]*\]", layouts[1])  # behind the layer's index
+    taken, made = (re.findall(r"\w+\[[\d,]*\]", text) for text in (layouts[1], one.shape))
+    if name[1] == _JOINS:
+        return SharedReads(size(made[0]) - size(taken[0]), size(taken[0]) + size(made[0]))
+    if name[1] == _ADDS:  # [rows, devices, …]; [rows, devices - 1, …] for the others, if in fewer bits; semaphores
+        own, others = size(taken[0]) // _dims(taken[0])[1], sum(map(size, taken[1:-1]))
+        return SharedReads(others or size(taken[0]) - own, own + size(made[0]))
+    _, first, *rest = taken  # behind the layer's index
     if name[1] == _COPIES:  # results are [devices, a layer's shard]
         devices = _dims(one.shape)[0]
-        shards = sum(size(stack) // _dims(stack)[0] for stack in (first, *rest))
-        return SharedReads(devices * shards, devices, size(one.shape))
+        shard = sum(size(stack) // _dims(stack)[0] for stack in (first, *rest))
+        return SharedReads((devices - 1) * shard, shard + size(one.shape))
     devices = _dims(rest[0])[0] // _dims(first)[1]  # blocks of all and of one
-    return SharedReads(devices * size(first) // _dims(first)[0], devices, sum(map(size, rest)) + size(one.shape))
+    shard = size(first) // _dims(first)[0]
+    return SharedReads((devices - 1) * shard, shard + sum(map(size, rest)) + size(one.shape))
 
 
 def size(shape: str) -> int:

@@ -55,14 +55,14 @@ def gather(x: Array, axis_name: str, axis: int, interpret: Any = None) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name", "axis", "travel", "interpret"))
-def scatter(x: Array, axis_name: str, axis: int, travel: DTypeLike | None = None, interpret: Any = None) -> Array:
+def scatter(x: Array, axis_name: str, axis: int, travel: DTypeLike, interpret: Any = None) -> Array:
     """`api.own_sums`.
 
     Args:
         x: a device's share of all sums.
         axis_name: of the mesh axis.
         axis: along which they are split.
-        travel: dtype of the shares for other devices; None: that of x.
+        travel: dtype of the shares for other devices.
         interpret: as for `gather`.
     """
     interpreted = interpret is not None
@@ -71,7 +71,7 @@ def scatter(x: Array, axis_name: str, axis: int, travel: DTypeLike | None = None
     view = x.reshape(*x.shape[:interpreted], rows, count, size)
     out = jax.ShapeDtypeStruct((rows, size), x.dtype)
     views = [view]
-    if travel not in (None, x.dtype):
+    if x.dtype != travel:
         away = functools.partial(_away, dtype=travel)
         views.append(jax.vmap(away)(view, jnp.arange(count)) if interpreted else away(view, lax.axis_index(axis_name)))
     sums = _exchange(_scatter_tile, views, out, count, axis_name, interpret)
@@ -161,16 +161,15 @@ def _gather_tile(part_of: Any, x_ref: Any, out_ref: Any, places: Any, row: Any, 
 
 def _scatter_tile(part_of: Any, x_ref: Any, *refs: Any) -> None:
     *away, out_ref, places, row, part = refs
-    own = part_of(x_ref, places[0], row, places[0], part)
-    if away:  # the device `step` behind this one has it as its last but `step - 1`
-        shares = [
-            part_of(away[0], place, row, len(places) - 1 - step, part) for step, place in enumerate(places[1:], 1)
-        ]
-    else:
-        shares = [part_of(x_ref, place, row, places[0], part) for place in places[1:]]
-    total = own.astype(jnp.float32)
-    for share in shares:
-        total += share.astype(jnp.float32)
+    tiles = [part_of(x_ref, places[0], row, places[0], part)]
+    for step, place in enumerate(places[1:], 1):
+        if away:  # in those that a device has for the ones behind it, this one is as many from the end
+            tiles.append(part_of(away[0], place, row, len(places) - 1 - step, part))
+        else:
+            tiles.append(part_of(x_ref, place, row, places[0], part))
+    total, *others = (tile.astype(jnp.float32) for tile in tiles)
+    for share in others:
+        total += share
     out_ref[row, part] = total.astype(out_ref.dtype)
 
 

@@ -24,6 +24,7 @@ FAMILIES = {**CONFIGS, **MIXTURES}
 #: Untied and with large weights: small random models repeat a token for ever.
 CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
 CONFIG = tiny.config(**CHANGES)
+WIDTHS = engine_module.WIDTHS
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +98,9 @@ def test_rows_that_come_and_go_answer_as_alone():
 @pytest.mark.exhaustive("deepseek_v3")  # gpt_oss and qwen3_5_text are in test_windows.py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path, monkeypatch):
-    """A row decodes between the pieces of another's prompt."""
+    """A row decodes between the pieces of another's prompt, one or both rows at a time."""
     monkeypatch.setattr(engine_module, "LEAST", 16)
+    monkeypatch.setattr(engine_module, "WIDTHS", WIDTHS)
     config = FAMILIES[family]
     folder = tiny.write_folder(tmp_path, config, tiny.arrays(config))
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
@@ -231,6 +233,7 @@ def test_a_stop_token_ends_an_answer_and_is_told():
     plain = (prompts()[0], GenerationOptions(max_new_tokens=12))
     ((pieces,),) = collected(Engine(model(), rows=4, steps=4), [plain])
     free = tokens_of(pieces)
+    check_alone(prompts()[0], free, 12)
     options = GenerationOptions(max_new_tokens=12, stop_tokens=(free[5], free[8]))
     end = min(free.index(free[5]), free.index(free[8]))
     ((pieces,),) = collected(Engine(model(), rows=4, steps=4), [(prompts()[0], options)])

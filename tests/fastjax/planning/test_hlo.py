@@ -116,15 +116,16 @@ ENTRY %main (layer: s32[1], codes: u8[8,64,32], absmax: f32[128], scales: f32[8,
 
 
 def test_kernels_that_exchange_tokens_read_as_much_as_they_join_or_add():
-    """Two rows of 512 on each of four devices."""
+    """Two rows of 512 on each of four devices; the last sum's shares travel in 16 bits."""
     calls = """
-ENTRY %main (own: f32[2,512], shares: f32[2,4,512]) -> (f32[2,512], s32[8]) {
+ENTRY %main (own: f32[2,512], shares: f32[2,4,512], away: bf16[2,3,512]) -> (f32[2,512], s32[8]) {
   %own = f32[2,512]{1,0} parameter(0)
   %joined = (f32[2,4,512]{2,1,0}, s32[8]{0}) custom-call(%own, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,512]{1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(gather)/gather_tokens/mpmd_map"}
-  ROOT %added = (f32[2,512]{1,0}, s32[8]{0}) custom-call(%shares, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,4,512]{2,1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(scatter)/scatter_tokens/mpmd_map"}
+  %added = (f32[2,512]{1,0}, s32[8]{0}) custom-call(%shares, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,4,512]{2,1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(scatter)/scatter_tokens/mpmd_map"}
+  ROOT %short = (f32[2,512]{1,0}, s32[8]{0}) custom-call(%shares, %away, %zeros), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[2,4,512]{2,1,0}, bf16[2,3,512]{2,1,0}, s32[8]{0}}, metadata={op_name="jit(step)/jit(scatter)/scatter_tokens/mpmd_map"}
 }
 """  # noqa: E501
     own = 4 * 2 * 512
-    joined, added = kernels(calls)
-    assert (joined.moved, added.moved) == (8 * own, 5 * own)
-    assert collectives(calls, 4) == [Collective(READ, 2, 2 * 3 * own, 13 * own)]
+    joined, added, short = kernels(calls)
+    assert (joined.moved, added.moved, short.moved) == (8 * own, 5 * own, 3.5 * own)
+    assert collectives(calls, 4) == [Collective(READ, 3, 7.5 * own, 16.5 * own)]
