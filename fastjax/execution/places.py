@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +16,7 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.buffers import zeros
 from fastjax.execution.stacks import located
 from fastjax.execution.streamed import is_streamed
 from fastjax.execution.tensor_parts import held_apart
@@ -129,15 +129,19 @@ class Places:
         number, position, _ = located(self.plan, index)
         count = self.plan[number].count
 
-        def zeros(leaf: Any) -> Array:
+        def place(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = leaf.shape if count == 1 else (count, *leaf.shape)
-            if self.offload_layers and is_streamed(jax.ShapeDtypeStruct(shape, leaf.dtype), count):
-                return zeros_in_host_memory(shape, leaf.dtype)
             before = (None,) * (len(shape) - leaf.ndim)
             where = None if self.mesh is None else NamedSharding(self.mesh, P(*before, *leaf.sharding.spec))
-            return jnp.zeros(shape, leaf.dtype, device=where)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
-        self.stacks[number][position] = jax.tree.map(zeros, layer)
+        leaves, structure = jax.tree.flatten(jax.tree.map(place, layer))
+        far = [self.offload_layers and is_streamed(leaf, count) for leaf in leaves]
+        near = iter(zeros([leaf for leaf, host in zip(leaves, far, strict=True) if not host]))
+        self.stacks[number][position] = structure.unflatten(
+            zeros_in_host_memory(leaf.shape, leaf.dtype) if host else next(near)
+            for leaf, host in zip(leaves, far, strict=True)
+        )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -53,7 +53,7 @@ def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]
 
     def tree(stack: LayerStack, position: int) -> Any:
         members = [layers[stack.start + position + n * stack.period] for n in range(stack.count)]
-        return members[0] if stack.count == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+        return members[0] if stack.count == 1 else _stacked(members)
 
     return [[tree(stack, position) for position in range(stack.period)] for stack in plan]
 
@@ -64,3 +64,9 @@ def rearrange(stacks: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: S
         return [list(run) for run in stacks]
     total = sum(run.period * run.count for run in old)
     return arrange([layer_of(stacks, old, index) for index in range(total)], new)
+
+
+@jax.jit
+def _stacked(members: Sequence[Any]) -> Any:
+    """Equal trees as one, by one program: one for each array would be compiled for seconds in all."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float
@@ -47,7 +49,7 @@ def layer_at(stack: Any, index: int) -> Any:
         stack: leaves with a leading axis, in either memory.
         index: of the layer.
     """
-    return jax.tree.map(lambda leaf: _fetch(leaf, jnp.int32(index)) if in_host_memory(leaf) else leaf[index], stack)
+    return _layer_at(stack, np.int32(index))
 
 
 def has_streamed(state: Any) -> bool:
@@ -258,7 +260,12 @@ def _backward(count: int, saved: _Saved, near, far, shared, moves: Sequence[bool
     return dx, stacks
 
 
-_fetch = jax.jit(fetched)
+@jax.jit
+def _layer_at(stack: Any, index: Array) -> Any:
+    def part(leaf: Array) -> Array:
+        return fetched(leaf, index) if in_host_memory(leaf) else lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+    return jax.tree.map(part, stack)
 
 
 def _ahead(far: Sequence[Array], index: Array, step: int, near: Sequence[Array] = ()) -> tuple[list[Array], Array]:

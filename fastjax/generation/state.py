@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from fastjax.buffers import zeros
 from fastjax.generation.options import MAX_STOPS, GenerationOptions
 from fastjax.generation.sampling import Sampling, host_arrays
 from fastjax.models.caching import empty_states
@@ -84,7 +85,7 @@ def empty_state(model: Decoder, rows: int, pages: tuple[int, int], width: int, d
         return EngineState(own, empty_states(model, rows, pages, dtype))
 
     # Each leaf is a buffer of its own, since programs use the state up; a row is set before it is read.
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(state))
+    return zeros(jax.eval_shape(state))
 
 
 def by_axis(states: list[list[Any]], name: str, of: Any) -> list[list[Any]]:

@@ -135,7 +135,7 @@ class _Source:
 
     def _take(self, module: WeightPath, leaf: str) -> Array:
         assert self.arrays is not None
-        return jnp.asarray(np.asarray(self.arrays[module.with_leaf(leaf)]).astype(np.float32))
+        return jax.device_put(np.asarray(self.arrays[module.with_leaf(leaf)]).astype(np.float32))
 
     def _table(self, path: WeightPath) -> Array:
         """The frozen table of a use; a tied head has the embedding's."""

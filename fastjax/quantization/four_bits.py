@@ -67,9 +67,9 @@ class Int4Weight(DecodedWeight):
             tensor: codes, scales and zero points as `convert` reads them.
         """
         rows, groups = tensor.scales.shape
-        codes = _in_runs(jnp.asarray(tensor.codes).reshape(rows, groups, -1)).reshape(rows, -1)
-        zeros = None if tensor.zeros is None else jnp.asarray(tensor.zeros)
-        return cls(codes, jnp.asarray(tensor.scales), zeros, tensor.shape, tensor.dtype)
+        codes = _in_runs(jax.device_put(tensor.codes).reshape(rows, groups, -1)).reshape(rows, -1)
+        zeros = None if tensor.zeros is None else jax.device_put(tensor.zeros)
+        return cls(codes, jax.device_put(tensor.scales), zeros, tensor.shape, tensor.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -111,8 +111,8 @@ class MXFP4Weight(DecodedWeight):
                 f"an MXFP4 tensor {list(tensor.shape)}: expected finite values, got the scale 2^{largest - 127}"
             )
         *experts, rows, columns = tensor.shape
-        codes = _in_runs(jnp.asarray(tensor.codes)).reshape(*experts, rows, -1)
-        return cls(codes, jnp.asarray(tensor.scales), (rows, columns), tensor.dtype)
+        codes = _in_runs(jax.device_put(tensor.codes)).reshape(*experts, rows, -1)
+        return cls(codes, jax.device_put(tensor.scales), (rows, columns), tensor.dtype)
 
     @classmethod
     def random(cls, key: PRNGKeyArray, shape: tuple[int, int, int], dtype: str, deviation: float) -> "MXFP4Weight":
@@ -176,9 +176,9 @@ class NVFP4Weight(DecodedWeight):
             tensor: codes and scales as `convert` reads them.
         """
         rows, blocks = tensor.scales.shape
-        codes = _in_runs(jnp.asarray(tensor.codes).reshape(rows, blocks, -1)).reshape(rows, -1)
-        whole = jnp.broadcast_to(jnp.asarray(tensor.global_scale), (rows, 1))
-        return cls(codes, jnp.asarray(tensor.scales), whole, tensor.divides, tensor.shape, tensor.dtype)
+        codes = _in_runs(jax.device_put(tensor.codes).reshape(rows, blocks, -1)).reshape(rows, -1)
+        whole = jnp.broadcast_to(jax.device_put(tensor.global_scale), (rows, 1))
+        return cls(codes, jax.device_put(tensor.scales), whole, tensor.divides, tensor.shape, tensor.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -193,6 +193,7 @@ def _random(key: PRNGKeyArray, shape: tuple[int, int, int], deviation: float) ->
     return codes, larger.astype(jnp.uint8) + jnp.uint8(127 + low)
 
 
+@functools.partial(jax.jit, inline=True)
 def _e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """E2M1 by its bits: sign, two of the exponent with a bias of 1, one of the fraction. Faster than a table of 16."""
     sign, rest = (codes >> 3).astype(jnp.int32) << 31, (codes & 7).astype(jnp.int32)
@@ -203,6 +204,7 @@ def _e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.bitcast_convert_type(sign | bits, jnp.float32)
 
 
+@functools.partial(jax.jit, inline=True)
 def _power_of_two(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """2^(scale - 127) by its bits; the least is subnormal."""
     bits = scales.astype(jnp.int32) << 23
@@ -221,6 +223,7 @@ def _in_runs(codes: UInt8[Array, "... blocks bytes"]) -> UInt8[Array, "... block
     return values[..., :half] | values[..., half:] << 4
 
 
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _from_runs(codes: UInt8[Array, "... bytes"], blocks: int) -> UInt8[Array, "... blocks values"]:
     """The codes of each block, one a byte.
 

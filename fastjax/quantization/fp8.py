@@ -5,6 +5,7 @@ product's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -90,10 +91,11 @@ class FP8Weight(DecodedWeight):
             tensor: codes and scales as `convert` reads them.
         """
         rows, columns = tensor.codes.shape
-        codes, scales = jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values)
+        codes, scales = jax.device_put((tensor.codes, tensor.scale.values))
         return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _of_elements(scales: Array, block: tuple[int, int], shape: tuple[int, int]) -> Float[Array, "out in"]:
     """Each element's scale."""
     return jnp.repeat(jnp.repeat(scales, block[0], axis=0)[: shape[0]], block[1], axis=1)[:, : shape[1]]

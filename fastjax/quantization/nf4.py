@@ -28,6 +28,8 @@ from pallas_kernels.tiles import RANKS
 
 BLOCK = 64
 NESTED_BLOCK = 256
+#: The axis along which the arrays of a weight's parts are joined.
+_PARTS_ALONG = {"codes": -2, "absmax": -2, "nested_absmax": -1, "nested_offset": -1}
 
 
 @jax.tree_util.register_dataclass
@@ -178,10 +180,7 @@ class NF4Weight(Weight):
         tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
         if not all(table is tables[0] or np.array_equal(table, tables[0]) for table in tables):
             return None
-        arrays = {
-            name: None if getattr(self, name) is None else jnp.concatenate([getattr(w, name) for w in weights], axis)
-            for name, axis in {"codes": -2, "absmax": -2, "nested_absmax": -1, "nested_offset": -1}.items()
-        }
+        arrays = _joined([{name: getattr(w, name) for name in _PARTS_ALONG} for w in weights])
         parts = tuple(rows for w in weights for rows in w.parts)
         return dataclasses.replace(self, **arrays, shape=(sum(parts), self.shape[1]), parts=parts)
 
@@ -218,12 +217,13 @@ class NF4Weight(Weight):
             )
         shape = (int(tensor.shape[0]), int(tensor.shape[1]))
         blocks = -(-shape[0] * shape[1] // BLOCK)
-        codes = np.zeros(blocks * BLOCK // 2, np.uint8)
-        codes[: tensor.codes.size] = tensor.codes.reshape(-1)
+        codes = tensor.codes.reshape(-1)
+        if missing := blocks * BLOCK // 2 - codes.size:
+            codes = np.pad(codes, (0, missing))
         standard = np.array_equal(tensor.quant_map, nf4.NF4_VALUES)
         return cls._assemble(
-            jnp.asarray(codes),
-            jnp.asarray(tensor.absmax),
+            jax.device_put(codes),
+            jax.device_put(tensor.absmax),
             None if tensor.nested_absmax is None else jnp.asarray(tensor.nested_absmax, jnp.float32),
             None if tensor.nested_quant_map is None else jnp.asarray(tensor.nested_quant_map, jnp.float32),
             None if tensor.nested_offset is None else jnp.full((1,), tensor.nested_offset, jnp.float32),
@@ -259,6 +259,15 @@ class NF4Weight(Weight):
             codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
             absmax = absmax.reshape(rows, columns // BLOCK)
         return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,), dtype)
+
+
+@jax.jit
+def _joined(parts: list[dict[str, Array | None]]) -> dict[str, Array | None]:
+    """The arrays of several weights as those of one."""
+    return {
+        name: None if parts[0][name] is None else jnp.concatenate([part[name] for part in parts], axis)  # pyright: ignore
+        for name, axis in _PARTS_ALONG.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames="leading")

@@ -50,6 +50,8 @@ def as_weight(weight: WeightLike) -> Weight:
 def from_tensor(tensor: Any) -> Weight:
     """A tensor as `convert` reads it, without loss.
 
+    Arrays go to the device by `jax.device_put`: `jnp.asarray` would compile a program for each shape, which copies.
+
     Raises:
         ConvertError: its format has a form that the weight's class does not serve, or experts differ in theirs.
     """
@@ -59,7 +61,7 @@ def from_tensor(tensor: Any) -> Weight:
             raise ConvertError("expected experts of one format, blocks and dtype, got several")
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
     packed = WEIGHTS.get(type(tensor))
-    return DenseWeight(jnp.asarray(tensor)) if packed is None else packed.from_tensor(tensor)
+    return DenseWeight(jax.device_put(tensor)) if packed is None else packed.from_tensor(tensor)
 
 
 def matmul(x: Float[Array, "B S in"], weight: WeightLike) -> Float[Array, "B S out"]:

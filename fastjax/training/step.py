@@ -80,11 +80,16 @@ def init_state(
         gradient_exchange: as for `make_train_step`.
         replicas: that exchange gradients.
     """
-    trainable = jax.tree.map(jnp.copy, trainable)
+    trainable = _copies(trainable)
     scale = None if initial_loss_scale is None else LossScale.start(initial_loss_scale)
     feedback = None if gradient_exchange == "float32" else no_feedback(trainable, replicas)
     step, halted = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
     return TrainState(step, trainable, optimizer.init(trainable), jnp.copy(key), scale, halted, feedback)
+
+
+@jax.jit
+def _copies(arrays: Any) -> Any:
+    return jax.tree.map(jnp.copy, arrays)
 
 
 def make_train_step(

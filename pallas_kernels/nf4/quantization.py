@@ -89,8 +89,12 @@ def reorder(codes: UInt8[Array, "..."], source: str, to: str) -> UInt8[Array, ".
             f"nf4.reorder: codes must be uint8 in whole blocks of {BLOCK_BYTES} bytes, got {codes.dtype}{codes.shape} "
             "(pad bitsandbytes' codes with zeros to whole blocks)"
         )
-    if source == to:
-        return codes
+    return codes if source == to else _repacked(codes, source)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _repacked(codes: UInt8[Array, "..."], source: str) -> UInt8[Array, "..."]:
+    """Codes of one order in the other."""
     blocks = codes.reshape(-1, BLOCK_BYTES)
     low, high = blocks & jnp.uint8(15), blocks >> jnp.uint8(4)
     if source == "bitsandbytes":
@@ -173,6 +177,7 @@ def _mean(scales: Array) -> Array:
     return quotient((high + low)[0], scales.size) * back
 
 
+@functools.partial(jax.jit, inline=True)
 def dequantize_absmax(
     quantized: UInt8[Array, "..."],
     nested_absmax: Float[Array, "..."],

@@ -4,6 +4,9 @@ Whole blocks are decoded as rows of 64, so that a scale is a broadcast, not a ga
 the split order are written as they come. XLA makes one fused loop of it.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
@@ -13,6 +16,7 @@ from pallas_kernels.rounding import round_through
 from pallas_kernels.shard_gather import Shared, whole
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "order", "through"), inline=True)
 def dequantize(
     codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
