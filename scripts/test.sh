@@ -8,8 +8,8 @@
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
 # The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes, and so are
-# the compiled programs in .venv-test-programs. The newer pair of Python and JAX runs the tests, and begins while the
-# older one is being installed; that one has torch, and runs what compares with it and the command line's smoke tests.
+# the compiled programs in .venv-test-programs. The newer pair of Python and JAX runs the tests; beside it the older one,
+# which has torch, runs what compares with that, and the command line's smoke tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -63,14 +63,6 @@ check() {
   fi
 }
 
-# Waits for process $1, whose output is in file $2, and shows it.
-finish() {
-  local status=0
-  wait "$1" || status=$?
-  cat "$2"
-  return "$status"
-}
-
 tier=default
 case "${1:-}" in
   --quick | --all)
@@ -80,13 +72,12 @@ case "${1:-}" in
 esac
 
 worlds=()
-declare -A installing
+declare -A pythons
 for world in 3.12 3.11; do
   [ $tier = quick ] && [ ${#worlds[@]} -gt 0 ] && break
   if python=$(find_python "$world"); then
-    prepare ".venv-test-$world" "$python" "$world" & # side by side: each waits for the network and the disk in turn
-    installing[$world]=$!
     worlds+=("$world")
+    pythons[$world]=$python
   fi
 done
 if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
@@ -96,35 +87,55 @@ if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
     exit 1
   }
   worlds=(3.12)
-  prepare .venv-test-3.12 "$python" 3.12
+  pythons[3.12]=$python
 fi
+newer=${worlds[0]} older=${worlds[1]:-}
 
-pyright=
-typed=${worlds[-1]} # the world with torch, whose types pyright reads
-for world in "${worlds[@]}"; do
-  if [ -n "${installing[$world]:-}" ]; then wait "${installing[$world]}"; fi
-  bin=.venv-test-$world/bin
-  select=(--tier "$tier")
-  if [ $# -eq 0 ] && [ "$world" = "${worlds[0]}" ]; then
-    check "ruff check" "$bin/ruff" check .
-    check "ruff format" "$bin/ruff" format --check .
-    check "manual" env NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --strict --site-dir "$bin/../site"
-  fi
-  if [ $# -eq 0 ] && [ $tier != quick ] && [ "$world" = "$typed" ]; then
-    "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests
-    pyright=$!
-  fi
-  if [ $# -eq 0 ] && [ ${#worlds[@]} -gt 1 ]; then
+# The types, and the tests of world $1 in $2 processes; what follows goes to pytest.
+types() { check "pyright" "$1/bin/pyright" --pythonpath "$1/bin/python"; }
+tests() {
+  local world=$1 processes=$2 select=(--tier "$tier")
+  shift 2
+  if [ $# -eq 0 ] && [ -n "$older" ]; then
     case $tier:$world in
       default:3.11) select+=(--share older) ;;
       default:3.12) select+=(--share newer) ;;
       all:3.12) select+=(-m "not torch") ;;
     esac
   fi
-  check "tests, Python $world" "$bin/python" -m pytest -n 2 --dist worksteal --durations 15 "${select[@]}" "$@" </dev/null
-  if [ -n "$pyright" ]; then check "pyright" finish "$pyright" "$bin/../types"; fi
-  pyright=
-done
+  check "tests, Python $world" ".venv-test-$world/bin/python" -m pytest -n "$processes" --dist worksteal \
+    --durations 15 "${select[@]}" "$@" </dev/null
+}
+
+# The older world beside the newer one, whose tests alone leave a tenth of two cores idle; it is shown behind it.
+beside=
+if [ -n "$older" ]; then
+  shown=$(mktemp) processes=1
+  if [ $tier = all ]; then processes=2; fi # as much as the newer one has
+  set -m # a process group of its own, which ends with this script
+  (
+    prepare ".venv-test-$older" "${pythons[$older]}" "$older"
+    if [ $# -eq 0 ]; then types ".venv-test-$older"; fi # it has torch, whose types pyright reads
+    tests "$older" $processes "$@"
+    [ ${#failed[@]} -eq 0 ]
+  ) >"$shown" 2>&1 </dev/null &
+  beside=$!
+  set +m
+  trap 'kill -- "-$beside" 2>/dev/null || true; rm -f "$shown"' EXIT
+fi
+prepare ".venv-test-$newer" "${pythons[$newer]}" "$newer"
+bin=.venv-test-$newer/bin
+if [ $# -eq 0 ]; then
+  check "ruff check" $bin/ruff check .
+  check "ruff format" $bin/ruff format --check .
+  check "manual" env NO_MKDOCS_2_WARNING=1 $bin/python -m mkdocs build --strict --site-dir $bin/../site
+  if [ -z "$older" ] && [ $tier != quick ]; then types ".venv-test-$newer"; fi
+fi
+tests "$newer" 2 "$@"
+if [ -n "$beside" ]; then
+  tail -n +1 -f --pid "$beside" "$shown"
+  wait "$beside" || failed+=("Python $older: see above")
+fi
 
 if [ ${#failed[@]} -gt 0 ]; then
   printf 'FAILED: %s\n' "${failed[@]}" >&2
