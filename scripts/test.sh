@@ -122,6 +122,7 @@ if [ -n "$older" ]; then
   beside=$!
   set +m
   trap 'kill -- "-$beside" 2>/dev/null || true; rm -f "$shown"' EXIT
+  trap 'exit 130' INT
 fi
 prepare ".venv-test-$newer" "${pythons[$newer]}" "$newer"
 bin=.venv-test-$newer/bin
