@@ -13,7 +13,7 @@ torch_llama = pytest.importorskip("tests.support.torch_llama")
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, *torch_llama.NOTES_OF_PEFT]
 
-CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+CONFIG = tiny.config(num_hidden_layers=2, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
 #: What a "dynamic" folder leaves in 16 bits; the head is always left.
 KEPT = ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"]
 

@@ -128,9 +128,9 @@ def theirs(kind, options, rows, start, folder, tokenizer):
     return losses
 
 
-# Pairs beside a base, answers alone, a head of one number.
-# IPO is in training/preferences/test_objectives.py.
-@pytest.mark.exhaustive("KTO", "Reward")
+# Answers alone, beside a base. IPO is in training/preferences/test_objectives.py, the loss of rewards, with its margins
+# and centre, in test_reward.py there.
+@pytest.mark.exhaustive("KTO")
 @pytest.mark.parametrize("kind", CASES)
 def test_ten_steps(kind, base, tmp_path):
     model, tokenizer = base
