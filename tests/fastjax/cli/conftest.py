@@ -7,7 +7,7 @@ import yaml
 
 from fastjax.cli import main
 from fastjax.commands.settings import parse_train_config
-from tests.support import chat
+from tests.support import chat, tiny
 from tests.support.other_tools import INFO
 
 
@@ -21,6 +21,13 @@ def one_device(monkeypatch):
 def chat_folder(tmp_path_factory):
     """The folder of the model."""
     return chat.write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def one_layer_folder(tmp_path_factory):
+    """The folder of a model of one layer, whose programs compile in less time."""
+    config = tiny.config(num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    return chat.write_model(tmp_path_factory.mktemp("models") / "small", config)
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch, chat_folder):
+def cache(tmp_path, monkeypatch, one_layer_folder):
     """A cache with the tiny model as org/model, as huggingface_hub lays it out; `main` is its first commit."""
     home = tmp_path / "hub" / "models--org--model"
     for commit in (FIRST, SECOND):
-        shutil.copytree(chat_folder, home / "snapshots" / commit)
+        shutil.copytree(one_layer_folder, home / "snapshots" / commit)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(FIRST)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -28,8 +28,9 @@ def settings(chats, run_file):
     return lambda **changes: ["train", "--config", run_file(short, **changes)]
 
 
-def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
-    command = settings(model={"full_finetuning": True}, training={"qat": "int4_weight_only"})
+def test_full_fine_tuning_for_int4(settings, tmp_path, one_layer_folder, capsys):
+    whole = {"model_name": str(one_layer_folder), "full_finetuning": True}
+    command = settings(model=whole, training={"qat": "int4_weight_only"})
     assert main(command) == 0
     folder = tmp_path / "run" / "model"
     assert QuantizationAware.read(folder) == QuantizationAware("int4-32")

@@ -28,8 +28,8 @@ def left_behind(folder):
 
 
 @pytest.mark.older_jax
-def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
-    assert main(settings()) == 0
+def test_train_then_generate(settings, tmp_path, one_layer_folder, capsys):
+    assert main(settings(model={"model_name": str(one_layer_folder)})) == 0
     run = tmp_path / "run"
     out = capsys.readouterr().out
     assert "train: 40 examples in" in out and "one unit of" not in out
@@ -45,24 +45,27 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert rows[-1]["event"] == "finished"
     adapter, arrays = read_adapter(run / "adapter")
     assert adapter.r == 4
-    assert adapter.base_model_name_or_path == str(chat_folder)
+    assert adapter.base_model_name_or_path == str(one_layer_folder)
     assert any(np.any(array != 0) for name, array in arrays.items() if name.endswith("lora_B"))
     assert (run / "adapter" / "tokenizer.json").exists()
 
-    generate = ["generate", "--model", str(chat_folder), "--load_in_4bit", "--max_new_tokens", "5", "--prompt", "abc"]
+    generate = ["generate", "--model", str(one_layer_folder), "--load_in_4bit", "--max_new_tokens", "5"]
+    generate += ["--prompt", "abc", "--prompt", "de"]
     assert main([*generate, "--json"]) == 0
-    before = json.loads(capsys.readouterr().out)
-    assert before["prompt"] == "abc"
+    before = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in before] == ["abc", "de"]
     assert main([*generate, "--json", "--adapter", str(run / "adapter")]) == 0
-    assert json.loads(capsys.readouterr().out) != before
-    assert main([*generate, "--raw", "--temperature", "1", "--prompt", "de"]) == 0
+    after = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert after[0] != before[0]
+    assert main([*generate, "--raw", "--temperature", "1"]) == 0
     assert capsys.readouterr().out.startswith("> abc\n")
 
 
-def test_the_settings_that_were_used_run_again(settings, tmp_path, capsys):
-    assert main([*settings(output={"resume": True}), "--training.seed", "7"]) == 0
+def test_the_settings_that_were_used_run_again(settings, tmp_path, one_layer_folder, capsys):
+    command = settings(model={"model_name": str(one_layer_folder)}, output={"resume": True})
+    assert main([*command, "--training.seed", "7"]) == 0
     assert "no checkpoint to go on from: started from the beginning" in capsys.readouterr().out
-    assert main([*settings(output={"resume": True}), "--training.seed", "7"]) == 0
+    assert main([*command, "--training.seed", "7"]) == 0
     assert "is finished: nothing is left to do" in capsys.readouterr().out
     again = tmp_path / "run" / "config.yaml"
     first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
