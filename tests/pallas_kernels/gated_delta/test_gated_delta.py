@@ -40,13 +40,20 @@ def inputs(length, *, rows=2, key_heads=2, heads=4, size=16, value_size=8, decay
 def both(operation, operands, ids, factors, **options):
     """The output, the state after it, and the gradients of a weighed sum of both."""
 
-    def loss(operands):
+    factors = [jnp.asarray(factor, operands["decay"].dtype) for factor in factors]
+    return program(operation, **options)(operands, ids, factors)[::-1]
+
+
+@functools.cache
+def program(operation, **options):
+    """Inputs of equal shapes share a compilation."""
+
+    def loss(operands, ids, factors):
         found = operation(**operands, segment_ids=ids, scale=0.3, **options)
-        of_state = jnp.asarray(factors[1], found[1].dtype)
-        of_out = jnp.asarray(factors[0], found[1].dtype)
+        of_out, of_state = (factor.astype(found[1].dtype) for factor in factors)
         return jnp.sum(found[0].astype(of_out.dtype) * of_out) + jnp.sum(found[1] * of_state), found
 
-    return jax.jit(jax.grad(loss, has_aux=True))(operands)[::-1]
+    return jax.jit(jax.grad(loss, has_aux=True))
 
 
 def compare(operands, ids, dtype, bound, **options):
@@ -58,7 +65,7 @@ def compare(operands, ids, dtype, bound, **options):
     given = {
         name: jnp.asarray(array, dtype if name in ("q", "k", "v") else jnp.float32) for name, array in operands.items()
     }
-    found = both(functools.partial(gated_delta, **options), given, ids, factors)
+    found = both(gated_delta, given, ids, factors, **options)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         other = np.asarray(other)
         assert np.linalg.norm(np.asarray(one, np.float64) - other) <= bound * np.linalg.norm(other)
