@@ -44,6 +44,11 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(engine_module, "PAGE", 16)
     monkeypatch.setattr(engine_module, "CHUNK", 32)
     monkeypatch.setattr(engine_module, "LEAST", 32)
+    monkeypatch.setattr(engine_module, "WIDTHS", (8, 512))  # one width; more in test_windows.py
+
+
+#: Of most engines, which so have the same programs, with three adapters.
+SETTINGS = {"rows": 3, "steps": 3}
 
 
 @functools.cache
@@ -128,7 +133,7 @@ def test_each_row_has_its_own_adapter_and_no_other(united, scan):
     """
     sums, other = adapter("sums", united, scan), adapter("Sums", united, scan)
     models = {None: base(united, scan), "sums": sums, "Sums": other, "again": other}
-    engine = Engine(models[None], adapters={name: models[name] for name in models if name}, rows=3, steps=3)
+    engine = Engine(models[None], adapters={name: models[name] for name in models if name}, **SETTINGS)
     names = [None, "Sums", "again", "sums", None, "sums"]
     requests = [(prompts()[4], name, 2 if name == "again" else 1) for name in names]
     requests += [(prompt, name, 1) for prompt, name in zip(prompts(), reversed(names), strict=True)]
@@ -137,7 +142,7 @@ def test_each_row_has_its_own_adapter_and_no_other(united, scan):
     assert said["Sums"] == said["again"] and len({*map(str, said.values())}) == 3, "an adapter changes the answer"
     programs = prefill._cache_size(), decode._cache_size()
     check(engine, models, [(prompts()[0], "Sums", 1), (prompts()[4], None, 1), (prompts()[3], "Sums", 1)])
-    beside = Engine(sums, adapters={"Sums": other, "again": other}, rows=3, steps=3)
+    beside = Engine(sums, adapters={"Sums": other, "again": other}, **SETTINGS)
     check(beside, {**models, None: sums}, [(prompts()[0], name, 1) for name in (None, "again", "Sums")])
     assert (prefill._cache_size(), decode._cache_size()) == programs
 
@@ -165,9 +170,10 @@ def greedy(model, prompt, count=10):
 def test_adapters_come_and_go_while_rows_decode(devices, caplog):
     """Rows that use one that is dropped, or wait for it, end on it; nothing compiles, and memory stays as it is."""
     models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
-    settings = {"adapter_slots": 2, "adapter_rank": 4, "rows": 3, "steps": 2}
+    settings = {"adapter_slots": 3, "adapter_rank": 4, **SETTINGS}
     engine = Engines(base(), jax.devices()[:2], **settings) if devices == 2 else Engine(base(), **settings)
     engine.load_adapter("Sums", models["Sums"])
+    engine.load_adapter("third", models["sums"])
     expected = {name: greedy(model, prompts()[0]) for name, model in models.items()}
     assert answers_of(engine, [(prompts()[0], name, 1) for name in ("Sums", None)]) == [
         expected["Sums"],
@@ -179,10 +185,10 @@ def test_adapters_come_and_go_while_rows_decode(devices, caplog):
         numbers += [engine.add(prompts()[0], GenerationOptions(max_new_tokens=10), adapter="Sums")]
         pieces = engine.step()
         engine.drop_adapter("sums")
-        assert engine.adapter_names == ("Sums",)
-        with pytest.raises(ConfigError, match="adapter: expected one of Sums, got 'sums'"):
+        assert engine.adapter_names == ("Sums", "third")
+        with pytest.raises(ConfigError, match="adapter: expected one of Sums, third, got 'sums'"):
             engine.add(prompts()[0], adapter="sums")
-        with pytest.raises(ConfigError, match="free slot .* the adapters Sums; answers of dropped ones have not ended"):
+        with pytest.raises(ConfigError, match="free slot .* the adapters Sums, third; answers of dropped ones have not ended"):
             engine.load_adapter("next", models["sums"])
         pieces += engine.run()
         answers = [[token for piece in pieces if piece.request == each for token in piece.tokens] for each in numbers]
@@ -263,10 +269,10 @@ def test_slots_are_as_the_adapters_that_were_given():
             Engine(base(), rows=2, **settings)
 
 
-def test_devices_that_answer_as_one_have_the_same_adapters(monkeypatch):
-    monkeypatch.setattr(engine_module, "WIDTHS", (2,))
-    models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums")}
-    devices = Engines(base(), jax.devices()[:2], adapters={"sums": models["sums"], "Sums": models["Sums"]}, rows=2)
+def test_devices_that_answer_as_one_have_the_same_adapters():
+    models = {None: base(), "sums": adapter("sums"), "Sums": adapter("Sums"), "again": adapter("Sums")}
+    adapters = {name: model for name, model in models.items() if name}
+    devices = Engines(base(), jax.devices()[:2], adapters=adapters, **SETTINGS)
     check(devices, models, [(prompts()[0], name, 1) for name in ("sums", "Sums", None, "sums")])
 
 
@@ -279,14 +285,14 @@ def test_devices_that_answer_as_one_have_the_same_adapters(monkeypatch):
     ],
     ids=["qwen2_moe", "deepseek_v3"],
 )
-def test_shared_experts_and_latents_take_several_adapters(family, modules, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "WIDTHS", (4,))
+def test_shared_experts_and_latents_take_several_adapters(family, modules, tmp_path):
+    """And a prompt of two pieces, between which others decode."""
     config = {**MIXTURES[family], "initializer_range": 0.3}
     moe = tiny.model(tmp_path, config).value
     models = {seed: tiny.adapted(moe, int(seed), lora_alpha=64, target_modules=modules) for seed in ("1", "2")}
-    engine = Engine(moe, adapters=models, rows=4)
-    prompt = tiny.documents(config, (12,))[0].tolist()
-    check(engine, {**models, None: moe}, [(prompt, name, 1) for name in ("1", None, "2")])
+    engine = Engine(moe, adapters=models, rows=4, steps=4, prefill_tokens=32)
+    short, long = (prompt.tolist() for prompt in tiny.documents(config, (12, 40)))
+    check(engine, {**models, None: moe}, [(short, "1", 1), (long, None, 1), (short, None, 1), (short, "2", 1)])
 
 
 @pytest.mark.parametrize("names", [["sums", "Sums"], []])

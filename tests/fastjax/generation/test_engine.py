@@ -25,6 +25,8 @@ FAMILIES = {**CONFIGS, **MIXTURES}
 CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
 CONFIG = tiny.config(**CHANGES)
 WIDTHS = engine_module.WIDTHS
+#: Of most engines, which so have the same programs; 12 pages.
+SETTINGS = {"rows": 4, "steps": 4, "tokens": 12 * 16}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(engine_module, "PAGE", 16)
     monkeypatch.setattr(engine_module, "CHUNK", 32)
     monkeypatch.setattr(engine_module, "LEAST", 32)
-    monkeypatch.setattr(engine_module, "WIDTHS", (8, 512))  # one width; more in test_adapters.py and test_windows.py
+    monkeypatch.setattr(engine_module, "WIDTHS", (8, 512))  # one width; more in test_windows.py
 
 
 @functools.cache
@@ -95,7 +97,10 @@ def test_rows_that_come_and_go_answer_as_alone():
     assert engine._pages.free == 13 and sorted(engine._free) == [0, 1, 2]
 
 
-@pytest.mark.exhaustive("deepseek_v3")  # gpt_oss and qwen3_5_text are in test_windows.py
+@pytest.mark.exhaustive(
+    by="tests/fastjax/generation/test_windows.py::test_answers_beyond_the_window, "
+    "tests/fastjax/generation/test_adapters.py::test_shared_experts_and_latents_take_several_adapters"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_by_its_forward_pass(family, tmp_path, monkeypatch):
     """A row decodes between the pieces of another's prompt, one or both rows at a time."""
@@ -120,7 +125,7 @@ def test_every_family_answers_by_its_forward_pass(family, tmp_path, monkeypatch)
 @pytest.mark.parametrize("length", [32, 37, 70])
 def test_answers_of_one_prompt_share_its_pages(length):
     prompt = tiny.documents(CONFIG, (length,), seed=5)[0].tolist()
-    engine = Engine(model(), rows=4, steps=4)
+    engine = Engine(model(), **SETTINGS)
     before = engine._pages.free
     engine.add(prompt, GenerationOptions(max_new_tokens=16, n=4))
     pieces = engine.step()
@@ -138,8 +143,9 @@ def test_a_shared_prompt_stays_until_its_last_answer_ends():
     """The answer that brought it is cancelled, and another prompt takes what became free."""
     prompt, other = prompts()[4], prompts()[5]
     whole, own = len(prompt) // 16, -(-(len(prompt) + 16) // 16) - len(prompt) // 16
-    engine = Engine(model(), rows=3, tokens=(whole + 3 * own) * 16, steps=4)
-    request = engine.add(prompt, GenerationOptions(max_new_tokens=16, n=3))
+    assert whole + 4 * own == 12, "all of the cache"
+    engine = Engine(model(), **SETTINGS)
+    request = engine.add(prompt, GenerationOptions(max_new_tokens=16, n=4))
     pieces = engine.step()
     engine.cancel(request, 0)
     assert engine._pages.free == own
@@ -147,10 +153,10 @@ def test_a_shared_prompt_stays_until_its_last_answer_ends():
     answers = {}
     for piece in [*pieces, *engine.run()]:
         answers.setdefault((piece.request, piece.choice), []).extend(piece.tokens)
-    assert answers[request, 1] == answers[request, 2]
+    assert answers[request, 1] == answers[request, 2] == answers[request, 3]
     check_alone(prompt, answers[request, 1], 16)
     check_alone(other, answers[second, 0], 4)
-    assert engine._pages.free == whole + 3 * own
+    assert engine._pages.free == 12
 
 
 @pytest.mark.exhaustive(
@@ -165,8 +171,8 @@ def test_answers_beyond_the_rows_wait_for_them():
 def test_many_answers_and_many_prompts_come_in_together(monkeypatch):
     """A prompt's answers begin in one call, though others leave too little room for them in the first one."""
     monkeypatch.setattr(engine_module, "ENTRIES", 3)
-    requests = [(prompts()[place], GenerationOptions(max_new_tokens=4, n=n)) for place, n in ((0, 1), (1, 1), (3, 3))]
-    found = collected(Engine(model(), rows=8, steps=4), requests)
+    requests = [(prompts()[place], GenerationOptions(max_new_tokens=4, n=n)) for place, n in ((0, 1), (1, 1), (3, 2))]
+    found = collected(Engine(model(), **SETTINGS), requests)
     for (prompt, _), answers in zip(requests, found, strict=True):
         for pieces in answers:
             check_alone(prompt, tokens_of(pieces), 4)
@@ -231,16 +237,16 @@ def test_sampled_answers_need_no_neighbours():
 
 def test_a_stop_token_ends_an_answer_and_is_told():
     plain = (prompts()[0], GenerationOptions(max_new_tokens=12))
-    ((pieces,),) = collected(Engine(model(), rows=4, steps=4), [plain])
+    ((pieces,),) = collected(Engine(model(), **SETTINGS), [plain])
     free = tokens_of(pieces)
     check_alone(prompts()[0], free, 12)
     options = GenerationOptions(max_new_tokens=12, stop_tokens=(free[5], free[8]))
     end = min(free.index(free[5]), free.index(free[8]))
-    ((pieces,),) = collected(Engine(model(), rows=4, steps=4), [(prompts()[0], options)])
+    ((pieces,),) = collected(Engine(model(), **SETTINGS), [(prompts()[0], options)])
     assert tokens_of(pieces) == free[:end]
     assert (pieces[-1].finish_reason, pieces[-1].stop_token) == ("stop", free[end])
     last = GenerationOptions(max_new_tokens=end + 1, stop_tokens=(free[end],))
-    ((pieces,),) = collected(Engine(model(), rows=4, steps=4), [(prompts()[0], last)])
+    ((pieces,),) = collected(Engine(model(), **SETTINGS), [(prompts()[0], last)])
     assert pieces[-1].finish_reason == "stop", "the last token that is allowed"
 
 
@@ -290,7 +296,7 @@ def test_nothing_compiles_after_the_first_requests(caplog, monkeypatch):
     """Of several widths of a call's tokens and of its rows."""
     monkeypatch.setattr(engine_module, "LEAST", 16)
     monkeypatch.setattr(engine_module, "WIDTHS", (1, 4, 512))
-    engine = Engine(model(), rows=4, steps=4)
+    engine = Engine(model(), **SETTINGS)
 
     def some(seed, count):
         rng = np.random.default_rng(seed)
@@ -356,7 +362,7 @@ def test_prompts_that_come_in_together_are_compiled_for_too(monkeypatch):
     ],
 )
 def test_what_is_refused_leaves_the_others_alone(prompt, options, message):
-    engine = Engine(model(), rows=4)
+    engine = Engine(model(), **SETTINGS)
     number = engine.add(prompts()[0], GenerationOptions(max_new_tokens=4))
     with pytest.raises(ConfigError, match=message):
         engine.add(prompt, GenerationOptions(**options))

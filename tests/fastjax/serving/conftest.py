@@ -2,8 +2,18 @@
 
 import pytest
 
+from fastjax.generation import engine as engine_module
 from tests.support import browser as chromium
 from tests.support import serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_width():
+    """One program for all prompts, as long as a row of `serving.LENGTH`, and one for all rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CHUNK": 256, "LEAST": 256, "WIDTHS": (serving.ROWS, 512)}.items():
+            patch.setattr(engine_module, name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ from tests.support.generation import whole_logits
 from tests.support.serving import CHAT, COMPLETIONS, LENGTH, adapted, chat_body, model, text_body
 
 
-def offline(prompt, chat=True, **options):
-    options = GenerationOptions(**{"max_new_tokens": 12, **options})
+def offline(prompt, chat=True, n=1, **options):
+    """Of always four answers, by the same programs, the first ones."""
+    options = GenerationOptions(**{"max_new_tokens": 12, "n": 4, **options})
     [found] = answers(model().value, [prompt], options, reading=Reading(chat, special_tokens="text"))
-    return found
+    return found[:n]
 
 
 def joined(events, key="content"):

@@ -6,6 +6,7 @@ import logging
 import jax
 import pytest
 
+from fastjax.generation import engine as engine_module
 from tests.support import serving
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, text_body
 
@@ -32,10 +33,12 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def tight():
+def tight(one_width):
     """Few rows, a cache that they do not fit into together, and prompts that come in by pieces."""
-    with serving.served(serving.engine(rows=4, tokens=320, prefill_tokens=32), key=serving.KEY) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "LEAST", 32)
+        with serving.served(serving.engine(rows=4, tokens=320, prefill_tokens=32), key=serving.KEY) as running:
+            yield running
 
 
 @pytest.mark.parametrize(
