@@ -167,7 +167,9 @@ def test_an_answer_ends_where_the_next_example_would_begin(tmp_path, monkeypatch
 def text_log_prob(model, text, scored):
     """Of the last characters, a token each."""
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    logits = np.asarray(model.logits(np.asarray([tokens], np.int32)))[0, :-1]
+    padded = np.zeros((1, 192), np.int32)  # of one length, for one program: what is behind is not seen
+    padded[0, : len(tokens)] = tokens
+    logits = np.asarray(model.logits(padded))[0, : len(tokens) - 1]
     every = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(tokens) - 1), tokens[1:]]
     offsets = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return sum(p for p, (start, _) in zip(every, offsets[1:], strict=True) if start >= len(text) - scored)

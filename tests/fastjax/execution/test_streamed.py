@@ -119,7 +119,12 @@ def test_loaded_layers_stay_in_the_host(tmp_path):
     assert in_host(loaded) == in_host(with_host_layers(plain))
     steps.assert_same(loaded.frozen, plain.frozen)
     # Adapters on the second half of the layers: stacks of two, rearranged.
-    lora = {"r": 2, "layers_to_transform": [2, 3], "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+    lora = {
+        "r": 2,
+        "layers_to_transform": [2, 3],
+        "init_lora_weights": False,
+        "target_modules": ["q_proj", "down_proj"],
+    }
     fresh, other = (FastLanguageModel.get_peft_model(model, **lora) for model in (loaded, plain))
     assert [stack.count for stack in fresh.plan] == [2, 2] and in_host(fresh) == in_host(with_host_layers(other))
     prompts = [[5, 9, 30], [7, 8]]

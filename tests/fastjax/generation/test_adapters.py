@@ -188,7 +188,9 @@ def test_adapters_come_and_go_while_rows_decode(devices, caplog):
         assert engine.adapter_names == ("Sums", "third")
         with pytest.raises(ConfigError, match="adapter: expected one of Sums, third, got 'sums'"):
             engine.add(prompts()[0], adapter="sums")
-        with pytest.raises(ConfigError, match="free slot .* the adapters Sums, third; answers of dropped ones have not ended"):
+        with pytest.raises(
+            ConfigError, match="free slot .* the adapters Sums, third; answers of dropped ones have not ended"
+        ):
             engine.load_adapter("next", models["sums"])
         pieces += engine.run()
         answers = [[token for piece in pieces if piece.request == each for token in piece.tokens] for each in numbers]

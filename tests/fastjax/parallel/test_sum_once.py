@@ -25,7 +25,11 @@ from tests.support.aot import needs_cuda_plugin
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
 KINDS = {
     "16 bits": {},
-    "nf4": {"load_in_4bit": True, "use_gradient_checkpointing": "projections"},
+    "nf4": {
+        "load_in_4bit": True,
+        "use_gradient_checkpointing": "projections",
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+    },
     "unrolled": {"load_in_4bit": True, "layer_loop": "unroll"},
     "tied": {"tie_word_embeddings": True},
     "dropout": {"lora_dropout": 0.1},

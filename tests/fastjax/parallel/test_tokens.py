@@ -34,7 +34,9 @@ MESHES = {
 def model(kind, mlp_chunk=None):
     options = {"load_in_4bit": kind == "qlora", "full_finetuning": kind == "full", "mlp_chunk": mlp_chunk}
     base = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, **options)
-    return base if kind == "full" else tiny.adapted(base, target_modules="all-linear")
+    # Of 4 bits one of each group by rows and by columns; lora has them all.
+    modules = ["v_proj", "o_proj", "up_proj", "down_proj"] if kind == "qlora" else "all-linear"
+    return base if kind == "full" else tiny.adapted(base, target_modules=modules)
 
 
 @functools.cache
