@@ -26,7 +26,7 @@ FLOORS = (
     ("lora",),
     ("quantization",),
     ("data", "parallel"),
-    ("errors", "limits", "strict_yaml", "options", "residuals", "host_memory", "assets"),
+    ("errors", "limits", "strict_yaml", "options", "residuals", "buffers", "host_memory", "assets"),
 )
 #: Modules that take dotted names apart which are no paths of the tree -> what the names are.
 OTHER_NAMES = {
