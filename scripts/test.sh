@@ -35,20 +35,25 @@ find_python() {
   return 1
 }
 
-# Makes or refreshes the environment $1 with Python $2 for the world $3.
+# What the environment of world $1 is made from, as one word, and whether it is.
+stamp() {
+  { sed -n '/^\[build-system\]/,/^\[tool/p' pyproject.toml; echo "${PINS[$1]} ${EXTRAS[$1]}"; "${pythons[$1]}" -VV; pwd; } |
+    sha256sum | cut -d' ' -f1
+}
+is_ready() { [ "$(cat ".venv-test-$1/.stamp" 2>/dev/null)" = "$(stamp "$1")" ]; }
+
+# Makes or refreshes the environment of world $1.
 prepare() {
-  local environment=$1 python=$2 world=$3 stamp version
-  stamp=$({ sed -n '/^\[build-system\]/,/^\[tool/p' pyproject.toml; echo "${PINS[$world]} ${EXTRAS[$world]}"; "$python" -VV; pwd; } |
-    sha256sum | cut -d' ' -f1)
-  if [ "$(cat "$environment/.stamp" 2>/dev/null)" = "$stamp" ]; then return 0; fi
+  local world=$1 environment=.venv-test-$1 python=${pythons[$1]} version
+  if is_ready "$world"; then return 0; fi
   echo "== $environment: installing (Python $("$python" -V | cut -d' ' -f2), ${PINS[$world]})"
-  rm -rf .venv-test-programs "$environment"
+  rm -rf "$environment"
   "$python" -m venv "$environment"
   # shellcheck disable=SC2086  # the pins are several words
   "$environment/bin/python" -m pip install -qq --no-compile --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
   version=$("$environment/bin/python" -c "from importlib.metadata import version; print(version('jax'))")
   "$environment/bin/python" -m pip install -qq --no-compile --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
-  echo "$stamp" >"$environment/.stamp"
+  stamp "$world" >"$environment/.stamp"
 }
 
 failed=()
@@ -90,6 +95,7 @@ if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
   pythons[3.12]=$python
 fi
 newer=${worlds[0]} older=${worlds[1]:-}
+for world in "${worlds[@]}"; do is_ready "$world" || rm -rf .venv-test-programs; done
 
 # The types, and the tests of world $1 in $2 processes; what follows goes to pytest.
 types() { check "pyright" "$1/bin/pyright" --pythonpath "$1/bin/python"; }
@@ -114,7 +120,7 @@ if [ -n "$older" ]; then
   if [ $tier = all ]; then processes=2; fi # as much as the newer one has
   set -m # a process group of its own, which ends with this script
   (
-    prepare ".venv-test-$older" "${pythons[$older]}" "$older"
+    prepare "$older"
     if [ $# -eq 0 ]; then types ".venv-test-$older"; fi # it has torch, whose types pyright reads
     tests "$older" $processes "$@"
     [ ${#failed[@]} -eq 0 ]
@@ -124,7 +130,7 @@ if [ -n "$older" ]; then
   trap 'kill -- "-$beside" 2>/dev/null || true; rm -f "$shown"' EXIT
   trap 'exit 130' INT
 fi
-prepare ".venv-test-$newer" "${pythons[$newer]}" "$newer"
+prepare "$newer"
 bin=.venv-test-$newer/bin
 if [ $# -eq 0 ]; then
   check "ruff check" $bin/ruff check .

@@ -51,6 +51,7 @@ def from_tensor(tensor: Any) -> Weight:
     """A tensor as `convert` reads it, without loss.
 
     Arrays go to the device by `jax.device_put`: `jnp.asarray` would compile a program for each shape, which copies.
+    On a CPU the tensor's memory may become the weight's, so nobody writes to it any more.
 
     Raises:
         ConvertError: its format has a form that the weight's class does not serve, or experts differ in theirs.

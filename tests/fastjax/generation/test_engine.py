@@ -324,6 +324,10 @@ def test_nothing_compiles_after_the_first_requests(caplog, monkeypatch):
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         collected(engine, list(some(1, 30)))
     assert not [record.message for record in caplog.records if "Compiling" in record.message]
+    for beside in (1, 3):  # rows, of a width each
+        requests = [(prompt, GenerationOptions(max_new_tokens=6)) for prompt in prompts()[:beside]]
+        for (prompt, _), (pieces,) in zip(requests, collected(engine, requests), strict=True):
+            check_alone(prompt, tokens_of(pieces), 6)
 
 
 def test_prompts_that_come_in_together_are_compiled_for_too(monkeypatch):

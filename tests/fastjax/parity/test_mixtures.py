@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-@pytest.mark.exhaustive("qwen2_moe", "gpt_oss", "glm4_moe")  # mixtral's adapters are in the next one
+@pytest.mark.exhaustive("qwen2_moe", "gpt_oss", "glm4_moe")  # the next one has mixtral's adapters, unmerged
 @pytest.mark.parametrize("family", CASES)
 def test_peft_loads_what_we_write_and_transformers_what_is_merged(family, tmp_path):
     config = MIXTURES[family]

@@ -20,7 +20,7 @@ def one_width():
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     serving.write_adapters(folder)
-    engine = serving.engine(adapter_slots=3, adapter_rank=4)
+    engine = serving.engine(adapter_slots=3, adapter_rank=4, prefill_tokens=256)  # as `one_width` has it, made later
     with serving.served(engine, key=serving.KEY, adapters=[str(folder)], body_bytes=2**20) as running:
         yield running
 
