@@ -13,7 +13,10 @@ def zeros(shapes: Any) -> Any:
     """A buffer of zeros for each shape, all by one program: one for each would be compiled for seconds in all.
 
     Args:
-        shapes: a tree of `jax.ShapeDtypeStruct`, each with its sharding or without.
+        shapes: a tree of `jax.ShapeDtypeStruct`, each with its sharding or without, and of None, which stays.
+
+    Returns:
+        The tree of arrays; none shares its memory with another.
     """
     leaves, structure = jax.tree.flatten(shapes)
     return structure.unflatten(_program(tuple(leaves))())

@@ -97,8 +97,8 @@ fi
 newer=${worlds[0]} older=${worlds[1]:-}
 for world in "${worlds[@]}"; do is_ready "$world" || rm -rf .venv-test-programs; done
 
-# The types, and the tests of world $1 in $2 processes; what follows goes to pytest.
-types() { check "pyright" "$1/bin/pyright" --pythonpath "$1/bin/python"; }
+# The types by the packages of world $1, and its tests in $2 processes; what follows goes to pytest.
+types() { check "pyright" ".venv-test-$1/bin/pyright" --pythonpath ".venv-test-$1/bin/python"; }
 tests() {
   local world=$1 processes=$2 select=(--tier "$tier")
   shift 2
@@ -121,7 +121,7 @@ if [ -n "$older" ]; then
   set -m # a process group of its own, which ends with this script
   (
     prepare "$older"
-    if [ $# -eq 0 ]; then types ".venv-test-$older"; fi # it has torch, whose types pyright reads
+    if [ $# -eq 0 ]; then types "$older"; fi # it has torch, whose types pyright reads
     tests "$older" $processes "$@"
     [ ${#failed[@]} -eq 0 ]
   ) >"$shown" 2>&1 </dev/null &
@@ -136,7 +136,7 @@ if [ $# -eq 0 ]; then
   check "ruff check" $bin/ruff check .
   check "ruff format" $bin/ruff format --check .
   check "manual" env NO_MKDOCS_2_WARNING=1 $bin/python -m mkdocs build --strict --site-dir $bin/../site
-  if [ -z "$older" ] && [ $tier != quick ]; then types ".venv-test-$newer"; fi
+  if [ -z "$older" ] && [ $tier != quick ]; then types "$newer"; fi
 fi
 tests "$newer" 2 "$@"
 if [ -n "$beside" ]; then

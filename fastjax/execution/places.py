@@ -136,11 +136,10 @@ class Places:
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where)
 
         leaves, structure = jax.tree.flatten(jax.tree.map(place, layer))
-        far = [self.offload_layers and is_streamed(leaf, count) for leaf in leaves]
-        near = iter(zeros([leaf for leaf, host in zip(leaves, far, strict=True) if not host]))
+        near = zeros([None if self.offload_layers and is_streamed(leaf, count) else leaf for leaf in leaves])
         self.stacks[number][position] = structure.unflatten(
-            zeros_in_host_memory(leaf.shape, leaf.dtype) if host else next(near)
-            for leaf, host in zip(leaves, far, strict=True)
+            zeros_in_host_memory(leaf.shape, leaf.dtype) if array is None else array
+            for leaf, array in zip(leaves, near, strict=True)
         )
 
 

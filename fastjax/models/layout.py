@@ -56,7 +56,7 @@ def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig, index: int
     for group in config.groups(index).values():
         put(group.path, concatenate([arrays[WeightPath(None, group.block, part)] for part, _ in group.parts]))
         if group.bias:
-            plain = [jax.device_put(arrays[WeightPath(None, group.block, part, "bias")]) for part, _ in group.parts]
+            plain = [jnp.asarray(arrays[WeightPath(None, group.block, part, "bias")]) for part, _ in group.parts]
             dtype = plain[0].dtype if len({b.dtype for b in plain}) == 1 else jnp.float32
             put(group.path.with_leaf("bias"), jnp.concatenate([b.astype(dtype) for b in plain], axis=-1))
     return layer

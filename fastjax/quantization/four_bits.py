@@ -193,7 +193,6 @@ def _random(key: PRNGKeyArray, shape: tuple[int, int, int], deviation: float) ->
     return codes, larger.astype(jnp.uint8) + jnp.uint8(127 + low)
 
 
-@functools.partial(jax.jit, inline=True)
 def _e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """E2M1 by its bits: sign, two of the exponent with a bias of 1, one of the fraction. Faster than a table of 16."""
     sign, rest = (codes >> 3).astype(jnp.int32) << 31, (codes & 7).astype(jnp.int32)
@@ -204,7 +203,6 @@ def _e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     return jax.lax.bitcast_convert_type(sign | bits, jnp.float32)
 
 
-@functools.partial(jax.jit, inline=True)
 def _power_of_two(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """2^(scale - 127) by its bits; the least is subnormal."""
     bits = scales.astype(jnp.int32) << 23
@@ -223,7 +221,6 @@ def _in_runs(codes: UInt8[Array, "... blocks bytes"]) -> UInt8[Array, "... block
     return values[..., :half] | values[..., half:] << 4
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _from_runs(codes: UInt8[Array, "... bytes"], blocks: int) -> UInt8[Array, "... blocks values"]:
     """The codes of each block, one a byte.
 

@@ -5,7 +5,6 @@ product's.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -95,7 +94,6 @@ class FP8Weight(DecodedWeight):
         return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _of_elements(scales: Array, block: tuple[int, int], shape: tuple[int, int]) -> Float[Array, "out in"]:
     """Each element's scale."""
     return jnp.repeat(jnp.repeat(scales, block[0], axis=0)[: shape[0]], block[1], axis=1)[:, : shape[1]]

@@ -5,7 +5,6 @@ key's document. Both ends of both ranges never decrease along the row; the first
 therefore bound all of it, and a tile outside the bounds is skipped in the forward and the backward pass.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -143,7 +142,6 @@ def _carried(ids: Array) -> Array:
     return jax.lax.cummax(jnp.asarray(ids, jnp.int32), axis=1)
 
 
-@functools.partial(jax.jit, inline=True)
 def _range(rows: Array, columns: Array, row_ids: Array, column_ids: Array) -> tuple[Array, Array]:
     """For each row the columns of its document; for padding the empty range behind the document before it."""
     search = jax.vmap(jnp.searchsorted, in_axes=(0, 0))
@@ -154,7 +152,6 @@ def _range(rows: Array, columns: Array, row_ids: Array, column_ids: Array) -> tu
     return jnp.where(jnp.asarray(row_ids) == 0, end, start), end
 
 
-@functools.partial(jax.jit, inline=True)
 def _heaviest_first(start: Array, end: Array) -> Array:
     """Each row's tiles by the number of columns between their first start and their last end."""
     missing = -start.shape[1] % TILE

@@ -10,9 +10,6 @@ Implementations of the quantisation of rows, bit-equal for finite rows: ``triton
 8.9 or more, ``xla`` for everything else.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -52,7 +49,6 @@ def _why_not_triton(_: Target, columns: int, **facts) -> str | None:
     return triton.too_wide(columns, triton.MOST_COLUMNS)
 
 
-@functools.partial(jax.jit, inline=True)
 def _by_xla(x: Float[Array, "N in"]) -> tuple[Float[Array, "N in"], Float[Array, " N"]]:
     """On a GPU a reduction and an element-wise loop, which reads x again."""
     scale, inverse = scale_of(jnp.max(jnp.abs(x), axis=1).astype(jnp.float32))

@@ -5,8 +5,6 @@ another scale: of the format's eighteen binades a row loses less than one. Scali
 bfloat16: a product's bfloat16 result is rounded once, and codes do not depend on how a device divides.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
@@ -20,7 +18,6 @@ _ABOVE = 0x1FFFFF
 _LEAST = 17
 
 
-@functools.partial(jax.jit, inline=True)
 def scale_of(absmax: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """The smallest power of two s with absmax / s ≤ 448, and 1 / s.
 

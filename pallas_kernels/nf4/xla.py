@@ -16,6 +16,7 @@ from pallas_kernels.rounding import round_through
 from pallas_kernels.shard_gather import Shared, whole
 
 
+# Called outside of a program it would be one an operation, each compiled by itself.
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "order", "through"), inline=True)
 def dequantize(
     codes: UInt8[Array, "..."] | Shared,

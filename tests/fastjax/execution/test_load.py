@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import logging
 import math
 import weakref
 
@@ -298,3 +299,13 @@ def test_both_loops_hold_the_same_random_model(load_in_4bit):
 
 def leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))
+
+
+def test_no_array_has_a_program_of_its_own_to_be_sent_or_placed(tmp_path, caplog):
+    """Of shapes that no other test has; `jnp.asarray` of a NumPy array would be one, `jnp.zeros` another."""
+    config = tiny.config(hidden_size=56, intermediate_size=88, vocab_size=103)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        tiny.model(tmp_path, config)
+    names = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+    assert any("_put" in name for name in names)
+    assert not [name for name in names if "stage" in name or "broadcast_in_dim" in name]
